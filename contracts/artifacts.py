@@ -10,6 +10,7 @@ writer adopts the result of the first.
 from __future__ import annotations
 
 import functools
+import os
 import platform
 import time
 import uuid
@@ -304,8 +305,12 @@ def list_artifacts(store: Store, kind: str | None = None) -> Iterator[Artifact]:
         yield from (artifact for artifact in found if artifact is not None)
 
 
-def _read_in_turn(store: Store, kind: str) -> Iterator[Artifact | None]:
-    return (find_artifact(store, kind, key) for key in store.folders(f"artifacts/{kind}/"))
+def _read_in_turn(store: LocalStore, kind: str) -> Iterator[Artifact | None]:
+    try:
+        keys = sorted(os.listdir(f"{store.url}/artifacts/{kind}"))  # noqa: PTH208 - folders without a manifest may be empty
+    except (FileNotFoundError, NotADirectoryError):
+        return iter(())
+    return (find_artifact(store, kind, key) for key in keys)
 
 
 def _read_ahead(store: Store, kind: str) -> Iterator[Artifact | None]:
