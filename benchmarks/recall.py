@@ -1,6 +1,7 @@
 """Seconds and memory of a question to a large ledger: `triplane recall` over millions of episodes.
 
     synthetic rows of N iterations -> a merged segment and 15 small ones -> questions, each in a fresh process
+    synthetic manifests of iterations -> the ledger rebuilt (`rebuild`)
 
 Each iteration has 64 groups of 8 episodes, its dataset keeps three of four, and each checkpoint continues the one
 before, as in a long experiment. A task is drawn once in about 80 iterations.
@@ -20,6 +21,7 @@ import duckdb
 from pydantic import Field
 
 from benchmarks.measure import median, resident
+from benchmarks.rebuild import EPISODES_EACH, GROUPS, INDEXED, rebuild_rates
 from benchmarks.result import Options, Result
 from contracts.errors import TriplaneError
 from contracts.store import open_store
@@ -57,7 +59,9 @@ class RecallOptions(Options):
     iterations: int = Field(10_000, ge=100, le=200_000)
     """Number of iterations, of 512 episodes each."""
     repeats: int = Field(3, ge=1, le=50)
-    """Repetitions of each question; results are medians."""
+    """Repetitions of each question and of each rebuild; results are medians."""
+    rebuilt: int = Field(1_500, ge=10, le=100_000)
+    """Iterations of the store whose ledger is rebuilt, of 15 manifests each."""
 
 
 OPTIONS = RecallOptions
@@ -77,6 +81,8 @@ def run(options: RecallOptions) -> Result:
         values = _values(scratch, options.iterations // 2)
         rows = [_ask(scratch, what, values[what], options.repeats) for what in QUESTIONS]
         marks = [_ask(scratch, what, values[what], options.repeats, "quarantine") for what in QUESTIONS]
+    with tempfile.TemporaryDirectory(prefix="bench-rebuild-") as scratch:
+        rates = rebuild_rates(Path(scratch), options.rebuilt, options.repeats)
     one = [row for row in rows if row["question"] not in ("tool", "rule")]
     metrics = {
         "seconds": max(row["seconds"] for row in one),
@@ -84,11 +90,14 @@ def run(options: RecallOptions) -> Result:
         "seconds_of_all_episodes": max(row["seconds"] for row in rows),
         "peak_gib": max(row["peak GiB"] for row in rows + marks),
         "ledger_gib": size / 2**30,
+        **rates,
     }
     episodes = options.iterations * EPISODES
     notes = [
         f"{episodes:,} episodes of {options.iterations:,} iterations, {size / 2**20:.0f} MiB, made in {built:.0f} s",
         "seconds: a whole question in a process that has its modules; tool and rule match every episode",
+        f"rebuild: {options.rebuilt:,} iterations of {INDEXED} manifests; a tenth of them with {GROUPS} group manifests"
+        f" each, and a tenth with tables of {EPISODES_EACH} episodes; files in the page cache",
     ]
     return Result(metrics, rows + marks, notes)
 

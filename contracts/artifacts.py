@@ -10,6 +10,7 @@ writer adopts the result of the first.
 from __future__ import annotations
 
 import functools
+import os
 import platform
 import time
 import uuid
@@ -29,7 +30,7 @@ from contracts.attempts import note_attempt, seal_attempt
 from contracts.digests import canonical_json, digest_of, file_sha256, has_sha256, sha256, table_digest
 from contracts.errors import ArtifactCorrupt, ArtifactMissing, SchemaError, StoreError
 from contracts.failpoints import failpoint
-from contracts.store import Store, scratch_directory, staging_errors
+from contracts.store import LocalStore, Store, scratch_directory, staging_errors
 from contracts.store_entries import check_key
 from contracts.tensor_files import INDEX
 from contracts.upgrades import absent_columns, meta_of, with_absent
@@ -121,6 +122,11 @@ class Artifact:
     def ref(self) -> ArtifactRef:
         """Reference to this artifact."""
         return ArtifactRef(kind=self.manifest.kind, key=self.manifest.action_key, digest=self.manifest.content_digest)
+
+    @property
+    def uri(self) -> str:
+        """See ArtifactRef.uri."""
+        return f"artifacts/{self.manifest.kind}/{self.manifest.action_key}"
 
     @property
     def meta(self) -> dict[str, Any]:
@@ -231,26 +237,38 @@ def _read_manifest(data: bytes, kind: str, key: str) -> Manifest:
 
     Raises ArtifactCorrupt if it was damaged, changed or moved, SchemaError if it has another version.
     """
-    import json
-
     where = f"artifacts/{kind}/{key}/{MANIFEST}"
     try:
-        values = json.loads(data)
-        version = values.get("schema_version") if isinstance(values, dict) else None
-        if isinstance(version, int) and version != SCHEMA_VERSION:
-            raise SchemaError(
-                f"{where} has schema version {version}, this Triplane reads {SCHEMA_VERSION}: use the Triplane that"
-                " wrote the store, or point TRIPLANE_STORE elsewhere"
-            )
-        manifest = Manifest.model_validate(values)
-    except ValidationError as error:
-        raise ArtifactCorrupt(f"{where} is damaged ({error.error_count()} errors): {_AGAIN}") from None
-    except ValueError as error:
-        raise ArtifactCorrupt(f"{where} is damaged ({error}): {_AGAIN}") from None
+        manifest = Manifest.model_validate_json(data)
+    except ValidationError:
+        manifest = _explained(data, where)
+    _require_version(manifest.schema_version, where)
     named = content_digest(kind, SCHEMA_VERSION, manifest.files)
     if (manifest.kind, manifest.action_key, manifest.content_digest) != (kind, key, named):
         raise ArtifactCorrupt(f"{where} was changed: its digest does not match its content; {_AGAIN}")
     return manifest
+
+
+def _explained(data: bytes, where: str) -> Manifest:
+    """Manifest that the quick parser refuses: raises the reason, unless Python's parser accepts it."""
+    import json
+
+    try:
+        values = json.loads(data)
+        _require_version(values.get("schema_version") if isinstance(values, dict) else None, where)
+        return Manifest.model_validate(values)
+    except ValidationError as error:
+        raise ArtifactCorrupt(f"{where} is damaged ({error.error_count()} errors): {_AGAIN}") from None
+    except ValueError as error:
+        raise ArtifactCorrupt(f"{where} is damaged ({error}): {_AGAIN}") from None
+
+
+def _require_version(version: object, where: str) -> None:
+    if isinstance(version, int) and version != SCHEMA_VERSION:
+        raise SchemaError(
+            f"{where} has schema version {version}, this Triplane reads {SCHEMA_VERSION}: use the Triplane that"
+            " wrote the store, or point TRIPLANE_STORE elsewhere"
+        )
 
 
 def open_artifact(store: Store, ref: ArtifactRef) -> Artifact:
@@ -281,15 +299,33 @@ def discard_artifact(store: Store, ref: ArtifactRef) -> None:
 
 def list_artifacts(store: Store, kind: str | None = None) -> Iterator[Artifact]:
     """Every committed artifact, in order of kind and key."""
-    prefix = f"artifacts/{kind}/" if kind else "artifacts/"
-    paths = [key.split("/") for key in store.list(prefix)]
-    names = [(parts[1], parts[2]) for parts in paths if len(parts) == 4 and parts[3] == MANIFEST]
-    # a remote store replies in tens of milliseconds: request several at once, but not all, since the caller may stop
-    # early
+    for each in [kind] if kind else artifact_kinds(store):
+        # on a disk, threads take longer to hand over an artifact than to read it
+        found = _read_in_turn(store, each) if isinstance(store, LocalStore) else _read_ahead(store, each)
+        yield from (artifact for artifact in found if artifact is not None)
+
+
+def _read_in_turn(store: LocalStore, kind: str) -> Iterator[Artifact | None]:
+    try:
+        keys = sorted(os.listdir(f"{store.url}/artifacts/{kind}"))  # noqa: PTH208 - folders without a manifest may be empty
+    except (FileNotFoundError, NotADirectoryError):
+        return iter(())
+    return (find_artifact(store, kind, key) for key in keys)
+
+
+def _read_ahead(store: Store, kind: str) -> Iterator[Artifact | None]:
+    """Artifacts of a remote store, which replies in tens of milliseconds: several are requested at once, but not all,
+    since the caller may stop early.
+    """
+    keys = store.folders(f"artifacts/{kind}/")
     with ThreadPoolExecutor(_READERS) as pool:
-        for start in range(0, len(names), _READ_AHEAD):
-            found = pool.map(lambda name: find_artifact(store, *name), names[start : start + _READ_AHEAD])
-            yield from (artifact for artifact in found if artifact is not None)
+        for start in range(0, len(keys), _READ_AHEAD):
+            yield from pool.map(lambda key: find_artifact(store, kind, key), keys[start : start + _READ_AHEAD])
+
+
+def artifact_kinds(store: Store) -> Sequence[str]:
+    """Kinds of the artifacts of a store, sorted."""
+    return store.folders("artifacts/")
 
 
 class ArtifactWriter:

@@ -19,6 +19,8 @@ import pyarrow as pa
 
 from contracts.errors import SchemaError
 
+_ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
 
 def sha256(data: bytes) -> str:
     """Hex SHA-256 of `data`."""
@@ -57,7 +59,7 @@ def canonical_json(value: Any) -> bytes:
     Raises SchemaError for NaN, infinity or foreign types.
     """
     try:
-        text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+        text = _ENCODER.encode(value)
     except (TypeError, ValueError, RecursionError) as error:
         raise SchemaError(
             f"value has no canonical JSON form ({error}): pass only str, int, finite float, bool, None, list, dict"

@@ -51,6 +51,15 @@ class Pointer:
         first = self._find(1)
         return self.current() if first is not None and self._store.exists(self._key(2)) else first
 
+    def current_since(self, number: int) -> PointerEntry | None:
+        """Like `current`, for a caller that has seen this number: reads it and what follows, without listing."""
+        entry = self._find(number) if number else None
+        if entry is None:
+            return self.current()
+        while (following := self._find(entry.number + 1)) is not None:
+            entry = following
+        return entry
+
     def advance(self, value: dict[str, Any], expected_number: int) -> bool:
         """Set `value` if the current number is still `expected_number` (0: never set).
 
@@ -76,5 +85,4 @@ class Pointer:
 
 def pointer_folders(store: Store, folder: str) -> list[str]:
     """Sorted names directly below `folder`, e.g. the partitions of an asset."""
-    prefix = f"pointers/{folder}/"
-    return sorted({key.removeprefix(prefix).split("/")[0] for key in store.list(prefix)})
+    return [*store.folders(f"pointers/{folder}/")]

@@ -129,6 +129,15 @@ class S3Store:
         found = (Entry(self._own(item["Key"]), item["Size"], item["LastModified"].timestamp()) for item in items)
         return sorted(found, key=lambda entry: entry.key)
 
+    def folders(self, folder: str) -> Sequence[str]:
+        """See Store.folders."""
+        whole = self._prefix + folder
+        with self._explained(folder):
+            pages = self._client.get_paginator("list_objects_v2").paginate(
+                Bucket=self._bucket, Prefix=whole, Delimiter="/"
+            )
+            return sorted(item["Prefix"][len(whole) : -1] for page in pages for item in page.get("CommonPrefixes", []))
+
     def checksum(self, key: str) -> str:
         """See Store.checksum."""
         check_key(key)

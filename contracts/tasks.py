@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from functools import cached_property
 from typing import Any, Self
 
 import pyarrow as pa
@@ -194,12 +195,12 @@ class Task:
     them.
     """
 
-    @property
+    @cached_property
     def files_digest(self) -> str:
         """Digest of a tree of files: H over the sorted (path, SHA-256) pairs."""
         return files_digest(self.files)
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """Digest of everything that affects the episodes of this task and their grading."""
         return digest_of(

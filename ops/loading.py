@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 
 from contracts.artifacts import Artifact, ArtifactRef, open_artifact
 from contracts.chat import ChatTokenizer
@@ -10,10 +11,22 @@ from contracts.store import Store
 from contracts.tasks import Split, Task, read_tasks
 from resources.experiment import Experiment
 
+_FILE = "tasks.parquet"
+_parsed: dict[str, Mapping[str, Task]] = {}
+"""Tasks of the suite that this process read last, by its content digest: nearly every step of an iteration needs them.
+"""
 
-def load_tasks(store: Store, suite: ArtifactRef) -> dict[str, Task]:
-    """All tasks of a suite by id, in its order."""
-    return {task.task_id: task for task in read_tasks(open_artifact(store, suite).table("tasks.parquet"))}
+
+def load_tasks(store: Store, suite: ArtifactRef) -> Mapping[str, Task]:
+    """All tasks of a suite by id, in its order. Parsed once; the file is checked at every call."""
+    artifact = open_artifact(store, suite)
+    artifact.path(_FILE)
+    found = _parsed.get(suite.digest)
+    if found is None:
+        found = MappingProxyType({task.task_id: task for task in read_tasks(artifact.table(_FILE))})
+        _parsed.clear()
+        _parsed[suite.digest] = found
+    return found
 
 
 def split_tasks(tasks: Mapping[str, Task], split: Split) -> list[Task]:

@@ -5,13 +5,16 @@ runs/<run>/<step>/<output>.json        values inside a graph asset (shards)
 """
 
 import json
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Self
 
 import dagster as dg
 
 from contracts.artifacts import ArtifactRef
 from contracts.digests import canonical_json
 from contracts.failpoints import failpoint
+from resources.event_log import event_log_kept_open
 from resources.refs import require_ref, write_ref
 from resources.store import StoreResource
 
@@ -25,6 +28,12 @@ class RefIOManager(dg.ConfigurableIOManager):
     """Stores references in the artifact store: they survive process exits and need no shared disk."""
 
     store: dg.ResourceDependency[StoreResource]
+
+    @contextmanager
+    def yield_for_execution(self, context: dg.InitResourceContext) -> Iterator[Self]:
+        """Provide the resource for one run (one step where steps are processes), whose event log is kept open."""
+        with event_log_kept_open(context.instance, context.run.run_id if context.run else None):
+            yield self
 
     def handle_output(self, context: dg.OutputContext, obj: Any) -> None:
         """Record an asset's reference, or a small JSON value inside a graph."""

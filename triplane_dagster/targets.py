@@ -19,6 +19,11 @@ from resources.experiment import Experiment
 from resources.refs import read_ref
 from triplane_dagster.iterations import is_finished, next_partition
 
+_seen: dict[tuple[str, str], int] = {}
+"""Number of the latest target, by store and experiment, as last seen by this process: the sensor reads it every few
+seconds, and listing S3 is slow.
+"""
+
 
 class Target(Frozen):
     """Sequence of iterations that was requested."""
@@ -65,8 +70,12 @@ def _pointer(store: Store, experiment: Experiment) -> Pointer:
 
 def last_target(store: Store, experiment: Experiment) -> Target | None:
     """The latest target, ended or not."""
-    entry = _pointer(store, experiment).current()
-    return Target.model_validate(entry.value) if entry else None
+    place = (store.url, experiment.name)
+    entry = _pointer(store, experiment).current_since(_seen.get(place, 0))
+    if entry is None:
+        return None
+    _seen[place] = entry.number
+    return Target.model_validate(entry.value)
 
 
 def unfinished_target(store: Store, experiment: Experiment) -> Target | None:

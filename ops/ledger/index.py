@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 
 import duckdb
 import pyarrow as pa
 
-from contracts.artifacts import Artifact, ArtifactRef, find_artifact, list_artifacts
+from contracts.artifacts import Artifact, ArtifactRef, artifact_kinds, find_artifact, list_artifacts
 from contracts.errors import TriplaneError
 from contracts.store import Store
 from ops.ledger.rows import rows_of
-from ops.ledger.segments import KIND, TABLES, Ledger, batched
+from ops.ledger.segments import KIND, Ledger, batched
 from resources.refs import noted, unnote
 
 LEFT_OUT = frozenset({"group", "rollout_plan", "report", KIND})
@@ -21,6 +22,8 @@ SIBLINGS = {"checkpoint": "trainer_state"}
 """Kind -> kind of the artifact of the same key, which is no parent of it."""
 ATTEMPTS = 20
 """Attempts to append while other writers do."""
+BATCH = 64
+"""Artifacts whose rows a rebuild reads at once."""
 
 
 def update(store: Store, progress: Callable[[int], None] = lambda done: None) -> int:
@@ -35,8 +38,8 @@ def update(store: Store, progress: Callable[[int], None] = lambda done: None) ->
         with ledger.opened() as (db, segments):
             if not segments:
                 break
-            fresh = list(_unknown(store, db, pending))
-        if fresh and not ledger.append(segments, _together(fresh)):
+            fresh = sorted(_unknown(store, db, pending), key=lambda each: each.ref.uri)
+        if fresh and not ledger.append(segments, rows_of(fresh)):
             continue
         for ref in pending:
             unnote(store, ref)
@@ -60,9 +63,10 @@ def rebuild(store: Store, progress: Callable[[int], None] = lambda done: None) -
     def write(folder: Path) -> None:
         nonlocal done
         with batched(folder) as add:
-            for artifact in _all(store):
-                add(rows_of(artifact))
-                done += 1
+            every = _all(store)
+            while some := list(islice(every, BATCH)):
+                add(rows_of(some))
+                done += len(some)
                 progress(done)
 
     Ledger(store).replace(write)
@@ -77,9 +81,9 @@ def discard(store: Store) -> None:
 
 
 def _all(store: Store) -> Iterator[Artifact]:
-    kinds = sorted({key.split("/")[1] for key in store.list("artifacts/")} - LEFT_OUT)
-    for kind in kinds:
-        yield from list_artifacts(store, kind)
+    for kind in artifact_kinds(store):
+        if kind not in LEFT_OUT:
+            yield from list_artifacts(store, kind)
 
 
 def _unknown(store: Store, db: duckdb.DuckDBPyConnection, refs: Iterable[ArtifactRef]) -> Iterator[Artifact]:
@@ -102,8 +106,3 @@ def _unknown(store: Store, db: duckdb.DuckDBPyConnection, refs: Iterable[Artifac
             sibling = SIBLINGS.get(artifact.ref.kind)
             if sibling:
                 wanted.append(artifact.ref.model_copy(update={"kind": sibling}))
-
-
-def _together(artifacts: Iterable[Artifact]) -> dict[str, pa.Table]:
-    parts = [rows_of(artifact) for artifact in sorted(artifacts, key=lambda each: each.ref.uri)]
-    return {name: pa.concat_tables(part[name] for part in parts) for name in TABLES}

@@ -223,23 +223,26 @@ class Ledger:
 
 @contextmanager
 def batched(folder: Path) -> Iterator[Callable[[Rows], None]]:
-    """Writer of files for `Ledger.replace` that keeps at most FLUSH_ROWS rows in memory, and those of one artifact."""
+    """Writer of files for `Ledger.replace` that keeps at most FLUSH_ROWS rows in memory, and those of one call."""
     writers = {
         name: pq.ParquetWriter(folder / f"{name}.parquet", schema, compression="zstd")
         for name, schema in TABLES.items()
     }
     waiting: dict[str, list[pa.Table]] = {name: [] for name in TABLES}
+    counts = dict.fromkeys(TABLES, 0)
 
     def flush(name: str) -> None:
         if waiting[name]:
             writers[name].write_table(pa.concat_tables(waiting[name]), row_group_size=FLUSH_ROWS)
             waiting[name].clear()
+            counts[name] = 0
 
     def add(rows: Rows) -> None:
         for name, table in rows.items():
             if table.num_rows:
                 waiting[name].append(table)
-            if sum(each.num_rows for each in waiting[name]) >= FLUSH_ROWS:
+                counts[name] += table.num_rows
+            if counts[name] >= FLUSH_ROWS:
                 flush(name)
 
     try:

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 from contracts.artifacts import Artifact, ArtifactRef, open_artifact
 from contracts.store import Store
-from contracts.tasks import Task, read_tasks
+from contracts.tasks import Task
 from ops.graph import REPORTED
+from ops.loading import load_tasks
 from resources.errors import NotMaterialized
 from resources.refs import read_ref
 
@@ -36,10 +37,10 @@ class Sources:
             self._parents[ref] = open_artifact(self.store, ref)
         return self._parents[ref] if ref else None
 
-    def tasks(self) -> dict[str, Task]:
+    def tasks(self) -> Mapping[str, Task]:
         """Tasks of the suite by id; empty if no artifact names the suite."""
         suite = self.parent("rollouts", "task_suite") or self.parent("iteration_inputs", "task_suite")
-        return {task.task_id: task for task in read_tasks(suite.table("tasks.parquet"))} if suite else {}
+        return load_tasks(self.store, suite.ref) if suite else {}
 
 
 def open_sources(store: Store, experiment: str, iteration: str, refs: Mapping[str, ArtifactRef]) -> Sources:

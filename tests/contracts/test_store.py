@@ -44,6 +44,17 @@ def test_list_is_sorted_and_by_prefix(store: Store, tmp_path: Path) -> None:
     assert store.list("x/") == ["x/2"]
 
 
+def test_folders_are_those_that_hold_a_key_at_any_depth(store: Store) -> None:
+    for key in ("x/b/1/2/file", "x/a/file", "x/a/other", "x/file", "xy/c/file"):
+        store.create(key, b"")
+    assert store.folders("x/") == ["a", "b"]
+    assert store.folders("x/b/") == ["1"] and store.folders("nothing/") == store.folders("x/file/") == []
+    if isinstance(store, LocalStore):
+        (Path(store.url) / "x" / "c" / "left" / "by-a-killed-writer").mkdir(parents=True)
+    store.delete("x/b/1/2/file")
+    assert store.folders("x/") == ["a"]
+
+
 def test_missing_key_is_named(store: Store) -> None:
     with pytest.raises(ArtifactMissing, match="nothing/here"):
         store.get("nothing/here")
@@ -74,6 +85,7 @@ def test_pointer_is_compare_and_swap_with_history(store: Store) -> None:
     assert pointer.current() is None
     for number, policy in enumerate("acde"):
         assert pointer.current_of_few() == pointer.current()
+        assert all(pointer.current_since(seen) == pointer.current() for seen in range(number + 2))
         assert pointer.advance({"policy": policy}, number)
         assert not pointer.advance({"policy": "b"}, number)
     assert pointer.current_of_few() == pointer.current() == PointerEntry(4, {"policy": "e"})

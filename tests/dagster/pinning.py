@@ -58,7 +58,7 @@ class CountingStore(LocalStore):
     requests = 0
 
     def __getattribute__(self, name: str) -> Any:
-        if name in ("exists", "get", "list", "entries", "local_path"):
+        if name in ("exists", "get", "list", "entries", "folders", "local_path"):
             object.__setattr__(self, "requests", object.__getattribute__(self, "requests") + 1)
         return super().__getattribute__(name)
 

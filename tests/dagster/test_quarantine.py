@@ -16,67 +16,62 @@ from typing import Any
 
 import pytest
 from dagster_world import World
-from test_recall import History, made_by, rule_of
+from test_recall import History, Walk, made_by, rule_of
 from typer.testing import CliRunner
 
 from contracts.artifacts import Artifact, ArtifactRef, list_artifacts, open_artifact
+from contracts.digests import digest_of
 from contracts.errors import ArtifactMissing
 from contracts.store import Store, open_store
 from curation.dataset import COUNTED
 from ops.quarantine.question import reach_of, reach_of_marks
 from resources.quarantine import MARKED, Lift, Mark, Quarantine
-from resources.refs import experiments_in, require_ref
+from resources.refs import require_ref
 from resources.registry import Registry
 from triplane_dagster.cli.app import app
 
 TINY = Path(__file__).parent / "tiny.yaml"
-QUESTIONS = (("task", "t1"), ("task", "t3"), ("tool", "exec"), ("rule", "0-"), ("rule", "1-"))
+QUESTIONS = (
+    *(("task", f"t{number}") for number in range(5)),
+    ("tool", "exec"),
+    ("tool", "read_file"),
+    *(("rule", rule) for rule in ("0-", "1", "1-", "10-")),
+    ("image", digest_of(["image", 1])),
+)
 
 
 # what a mark means, on random stores
 
 
 def matches(what: str, value: str, row: dict[str, Any]) -> bool:
-    return row["task_id"] == value if what == "task" else value in [call["name"] for call in row["tool_calls"]]
+    if what == "tool":
+        return value in [call["name"] for call in row["tool_calls"]]
+    return bool(row[{"task": "task_id", "image": "image_digest", "episode": "episode_id"}[what]] == value)
 
 
-def marked_in(dataset: Artifact, marks: list[tuple[str, str]]) -> set[str]:
+def marked_in(walk: Walk, dataset: Artifact, marks: list[tuple[str, str]]) -> set[str]:
     """Ids of a dataset's episodes that questions concern."""
-    rollouts, rewards = (
-        open_artifact(dataset.store, dataset.manifest.parents[role]) for role in ("rollouts", "rewards")
-    )
-    rows = rollouts.table("episodes.parquet").to_pylist()
+    rollouts, rewards = (dataset.manifest.parents[role].uri for role in ("rollouts", "rewards"))
+    rule = rule_of(walk.all[rewards])
     return {
         row["episode_id"]
         for what, value in marks
-        for row in rows
-        if (rule_of(rewards).startswith(value) if what == "rule" else matches(what, value, row))
+        for row in walk.rows(rollouts, "episodes")
+        if (rule.startswith(value) if what == "rule" else matches(what, value, row))
     }
 
 
-def walked(store: Store, marks: list[tuple[str, str]]) -> tuple[Any, ...]:
+def walked(walk: Walk, marks: list[tuple[str, str]]) -> tuple[Any, ...]:
     """Datasets, checkpoints with distances and experiments that questions concern, by reading everything."""
     datasets = {}
-    for each in list_artifacts(store, "dataset"):
-        ids = marked_in(each, marks)
-        rows = [row for row in each.table("members.parquet").to_pylist() if row["episode_id"] in ids]
+    for uri, each in walk.of("dataset").items():
+        ids = marked_in(walk, each, marks)
+        rows = [row for row in walk.rows(uri, "members") if row["episode_id"] in ids]
         trains, counted = sum(row["kept"] for row in rows), sum(row["reason"] in COUNTED for row in rows)
         if trains + counted:
-            datasets[each.ref.uri] = (each.ref.digest, trains, counted)
-    checkpoints = {each.ref.uri: each for each in list_artifacts(store, "checkpoint")}
-    parents = {uri: {ref.uri for ref in each.manifest.parents.values()} for uri, each in checkpoints.items()}
-    distances: dict[str, int] = {}
-    level, distance = {uri for uri, own in parents.items() if own & datasets.keys()}, 0
-    while level:
-        distances |= dict.fromkeys(level, distance)
-        level = {uri for uri, own in parents.items() if own & level and uri not in distances}
-        distance += 1
-    live = [
-        name
-        for name in experiments_in(store)
-        if (entry := Registry(store, name).live()) and entry.policy.uri in distances
-    ]
-    return sorted(datasets.values()), sorted(distances.items()), live
+            datasets[uri] = (each.ref.digest, trains, counted)
+    distances = walk.distances(datasets)
+    return sorted(datasets.values()), sorted(distances.items()), walk.live(distances)
 
 
 def answered(found: Any) -> tuple[Any, ...]:
@@ -87,32 +82,47 @@ def answered(found: Any) -> tuple[Any, ...]:
     )
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_marks_equal_a_walk_over_everything(seed: int, tmp_path: Path) -> None:
-    history = made_by(seed, tmp_path)
-    store, quarantine = history.store, Quarantine(history.store)
+def check_marks(seed: int, folder: Path) -> None:
+    history = made_by(seed, folder)
+    store, draw, quarantine, walk = history.store, history.draw, Quarantine(history.store), Walk(history.store)
+    ids = sorted({row["episode_id"] for uri in walk.of("rollouts") for row in walk.rows(uri, "episodes")})
     made: list[tuple[Mark, tuple[str, str]]] = []
-    for what, value in history.draw.sample(QUESTIONS, 3):
+    for what, value in [*draw.sample(QUESTIONS, 2), ("episode", draw.choice(ids))]:
         try:
             found, marked = reach_of(store, what, value)  # type: ignore[arg-type]
         except ArtifactMissing:
-            assert walked(store, [(what, value)]) == ([], [], [])
+            assert walked(walk, [(what, value)]) == ([], [], [])
             continue
-        assert answered(found) == walked(store, [(what, value)])
+        assert answered(found) == walked(walk, [(what, value)])
         mark, new = quarantine.mark(what, value, marked, "random")
         assert new and quarantine.mark(what, value, marked, "again") == (mark, False)
         assert answered(reach_of_marks(store, [mark])) == answered(found)
         made.append((mark, (what, value)))
-    if len(made) > 1:
-        quarantine.lift(made.pop(0)[0].number, "it was fine")
-    force = [question for _, question in made]
-    assert answered(reach_of_marks(store, quarantine.marks())) == walked(store, force)
-    for each in list_artifacts(store, "dataset"):
+    draw.shuffle(made)
+    for mark, _ in made[: draw.randrange(len(made))] if made else []:
+        quarantine.lift(mark.number, "it was fine")
+    lifted = {mark.number for mark, _ in made} - {mark.number for mark in quarantine.marks()}
+    force = [question for mark, question in made if mark.number not in lifted]
+    assert len(force) == len(quarantine.marks())
+    assert answered(reach_of_marks(store, quarantine.marks())) == walked(walk, force)
+    for each in walk.of("dataset").values():
         parents = each.manifest.parents
-        ids = quarantine.episodes(parents["rollouts"], parents["rewards"])
-        assert [*ids] == sorted(marked_in(each, force))
-        for episode, marks in ids.items():
+        concerned = quarantine.episodes(parents["rollouts"], parents["rewards"])
+        assert [*concerned] == sorted(marked_in(walk, each, force))
+        for episode, marks in concerned.items():
             assert set(quarantine.of_episode(episode)) >= set(marks)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_marks_equal_a_walk_over_everything(seed: int, tmp_path: Path) -> None:
+    check_marks(seed, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_marks_equal_a_walk_over_everything_of_200_stores(tmp_path: Path) -> None:
+    for seed in range(100, 300):
+        check_marks(seed, tmp_path / str(seed))
 
 
 def test_concurrent_marks_are_numbered_without_gaps_and_the_same_one_is_made_once(tmp_path: Path) -> None:
