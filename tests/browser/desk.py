@@ -142,9 +142,13 @@ class Screen:
         self.page.get_by_role("button", name="Launch Run").click()
         expect(self.page).to_have_url(re.compile("/runs/[0-9a-f]"))
 
+    def _end(self) -> Locator:
+        """The tag of the open run's page that says how the run ended; not those of the runs that it repeats."""
+        return self.page.get_by_text(_ENDED).and_(self.page.locator("span > div > div")).first
+
     def await_end(self) -> str:
         """Watch the open run's page until it says how the run ended: Success, Failure or Canceled."""
-        status = self.page.get_by_text(_ENDED).first
+        status = self._end()
         expect(status).to_be_visible(timeout=PATIENCE_MS)
         return status.inner_text()
 
@@ -167,7 +171,7 @@ class Screen:
         dialog = self.page.get_by_role("dialog").filter(has_text="Terminate runs")
         dialog.get_by_role("button", name="Terminate 1 run").click()
         passed = dialog.get_by_text("Successfully requested termination")  # closes by itself when the run has ended
-        expect(passed.or_(self.page.get_by_text(_ENDED)).first).to_be_visible()
+        expect(passed.or_(self._end()).first).to_be_visible()
         self.page.keyboard.press("Escape")
 
 
