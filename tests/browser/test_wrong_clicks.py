@@ -93,7 +93,7 @@ def test_a_rollback_to_nowhere_or_without_a_reason_fails(
 
 
 @pytest.mark.usefixtures("nothing_changes")
-@pytest.mark.parametrize(("asset", "missing"), [("checkpoint", "dataset"), ("sampler", "evaluation")])
+@pytest.mark.parametrize(("asset", "missing"), [("checkpoint", "dataset"), ("sampler", "checkpoint")])
 def test_an_asset_whose_iteration_has_not_begun_fails_and_names_what_is_missing(
     screen: Screen, lab: Laboratory, asset: str, missing: str
 ) -> None:
