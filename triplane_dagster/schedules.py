@@ -25,7 +25,10 @@ def nightly(experiment: Experiment, job: dg.JobDefinition) -> dg.ScheduleDefinit
         cron_schedule=plan.cron,
         execution_timezone=plan.timezone,
         default_status=dg.DefaultScheduleStatus.STOPPED,
-        description=f"{experiment.name}: iterations per night: {plan.iterations}.",
+        description=(
+            f"{experiment.name}: asks for iterations every night ({plan.iterations}). A night is skipped while a"
+            " request or a run is unfinished, and after a refusal if promotion.on_refusal is stop; its tick says why."
+        ),
     )
     def schedule(context: dg.ScheduleEvaluationContext) -> dg.RunRequest | dg.SkipReason:
         return night_request(context.instance, open_store(), experiment, context.scheduled_execution_time)

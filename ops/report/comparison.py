@@ -93,15 +93,18 @@ def page(experiments: Sequence[str], rows: Sequence[Row]) -> bytes:
         for text, drawn in _pictures(experiments, rows)
     )
     rules = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
-    style = "body{font:15px sans-serif;margin:2em}td,th{padding:.3em .8em;text-align:left;border-bottom:1px solid #bbb}"
-    note = (
-        f"Candidates of each iteration. Intervals: {CONFIDENCE:.0%}, by task; differences are paired by task and taken"
-        f" from {html.escape(experiments[0])}."
+    style = (
+        "body{font:15px sans-serif;margin:2em}td,th{padding:.3em .8em;text-align:left;border-bottom:1px solid #bbb}"
+        "div{display:flex;flex-wrap:wrap}figure{margin:.5em 2em 1em 0}"
+    )
+    note = html.escape(
+        f"Pass rates of the candidates, with {CONFIDENCE:.0%} intervals by task; differences are paired by task and"
+        f" taken from {experiments[0]}. Iterations of a row are those of {' / '.join(experiments)}; - means none."
     )
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><meta http-equiv="Content-Security-Policy"'
-        f' content="{rules}"><title>{title}</title><style>{style}</style><h1>{title}</h1><p>{note}</p>{pictures}'
-        f"<table><tr>{head}</tr>{body}</table></html>\n"
+        f' content="{rules}"><title>{title}</title><style>{style}</style><h1>{title}</h1><p>{note}</p>'
+        f"<div>{pictures}</div><table><tr>{head}</tr>{body}</table></html>\n"
     ).encode()
 
 

@@ -13,7 +13,7 @@ import pytest
 from playwright.sync_api import Browser, expect, sync_playwright
 
 from tests.acceptance.laboratory import ROOT, Laboratory
-from tests.browser.desk import HEIGHT, WIDTH, Screen, prepare, running_ui
+from tests.browser.desk import HEIGHT, WIDTH, Brakes, Screen, prepare, running_ui
 from tests.needs import require
 
 
@@ -28,6 +28,13 @@ def lab(chromium: Browser, tmp_path_factory: pytest.TempPathFactory) -> Laborato
 def ui(lab: Laboratory) -> Iterator[str]:
     with running_ui(lab) as url:
         yield url
+
+
+@pytest.fixture
+def brakes(lab: Laboratory) -> Iterator[Brakes]:
+    brakes = Brakes(lab.folder / "brakes")
+    yield brakes
+    brakes.release()
 
 
 @pytest.fixture(scope="session")
