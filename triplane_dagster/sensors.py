@@ -60,10 +60,10 @@ def next_request(instance: dg.DagsterInstance, store: Store, experiment: Experim
     """
     target = last_target(store, experiment)
     if target is None or target.done:
-        ended = f"; the last one ({target}) ended: {target.ended or 'its command finished it'}" if target else ""
+        ended = f"; the last request, {target}, ended: {target.ended or 'its command finished it'}" if target else ""
         return dg.SkipReason(f"no iterations are asked for, launch {experiment.name}_train{ended}")
     if target.by == "command":
-        return dg.SkipReason(f"`triplane iterate` was asked for iterations {target} and runs them itself")
+        return dg.SkipReason(f"`triplane iterate` was asked for {target} and runs them itself")
     if not experiment.off_policy.overlap:
         busy = unfinished_run(instance, experiment)
         if busy is not None:
@@ -72,7 +72,7 @@ def next_request(instance: dg.DagsterInstance, store: Store, experiment: Experim
     why = _ending(store, experiment, target, number)
     if why:
         end_target(store, experiment, target, why)
-        return dg.SkipReason(f"iterations {target} ended: {why}")
+        return dg.SkipReason(f"{target} ended: {why}")
     if not all(has_ref(store, experiment.name, asset) for asset in ONCE):
         asked = [_request(instance, experiment, target, None, base_job_name(experiment))]
     elif experiment.off_policy.overlap:

@@ -17,7 +17,7 @@ from ops.iteration_keys import iteration_key, next_iteration
 from resources.errors import TargetRefused
 from resources.experiment import Experiment
 from resources.refs import read_ref
-from triplane_dagster.iterations import is_finished, next_partition
+from triplane_dagster.iterations import is_complete, is_finished, next_partition
 
 _seen: dict[tuple[str, str], int] = {}
 """Number of the latest target, by store and experiment, as last seen by this process: the sensor reads it every few
@@ -59,9 +59,9 @@ class Target(Frozen):
         return [iteration_key(number) for number in range(self.first, self.first + self.count)]
 
     def __str__(self) -> str:
-        """Iterations as text, e.g. 0003 to 0005."""
+        """Iterations as text, e.g. iterations 0003 to 0005."""
         first, last = iteration_key(self.first), iteration_key(self.last)
-        return first if first == last else f"{first} to {last}"
+        return f"iteration {first}" if first == last else f"iterations {first} to {last}"
 
 
 def _pointer(store: Store, experiment: Experiment) -> Pointer:
@@ -86,10 +86,12 @@ def unfinished_target(store: Store, experiment: Experiment) -> Target | None:
 
 def how_to_end(experiment: Experiment, target: Target) -> str:
     """Description of an unfinished target and of what ends it."""
-    asked = f"a command asked for iterations {target}, and has not finished them"
-    finish = f"run `triplane iterate -e {experiment.name} -n {target.count}` to finish them, or "
+    asked = f"a command asked for {target}, and has not finished"
+    finish = f"run `triplane iterate -e {experiment.name} -n {target.count}` to finish, or "
     if target.by == "dagster":
-        asked, finish = f"iterations {target} are under way ({target.reason})", "wait for them, or "
+        one = target.count == 1
+        asked = f"{target} {'is' if one else 'are'} under way ({target.reason})"
+        finish = f"wait for {'it' if one else 'them'}, or "
     return f"{asked}: {finish}launch {experiment.name}_train with iterations: 0 to end that request"
 
 
@@ -131,7 +133,8 @@ def request_target(
     last = Target.model_validate(entry.value) if entry else None
     if last is not None and last.request == request:
         return last
-    if last is not None and not last.done:
+    # one that is complete waits only for the sensor to record its end
+    if last is not None and not last.done and not is_complete(store, experiment, iteration_key(last.last)):
         raise TargetRefused(f"{experiment.name}: {how_to_end(experiment, last)}")
     first = next_iteration(store, experiment.name)
     _require_policy(store, experiment, iteration_key(first), from_policy)

@@ -23,6 +23,7 @@ class Training(dg.Config):
     )
     from_policy: str = Field(
         default="live",
+        min_length=1,
         description=(
             "Policy that the first iteration starts from: live, base, or the beginning of a checkpoint's digest. Later"
             " ones start from the live policy."
@@ -59,7 +60,7 @@ def train_job(experiment: Experiment) -> dg.JobDefinition:
             unfinished = unfinished_target(opened, experiment)
             if unfinished is not None:
                 end_target(opened, experiment, unfinished, f"ended by hand ({config.reason})")
-            context.log.info(f"ended: iterations {unfinished}" if unfinished else "nothing was under way")
+            context.log.info(f"ended: {unfinished}" if unfinished else "nothing was under way")
             return
         require_launchable(experiment)
         target = request_target(
@@ -72,7 +73,7 @@ def train_job(experiment: Experiment) -> dg.JobDefinition:
             deadline_unix=None if config.max_hours is None else time.time() + 3600 * config.max_hours,
             night=context.run.tags.get(NIGHT_TAG),
         )
-        context.log.info(f"{experiment.name}_sequence runs iterations {target}, one at a time")
+        context.log.info(f"{experiment.name}_sequence runs {target}, one at a time")
 
     @dg.job(
         name=train_job_name(experiment),

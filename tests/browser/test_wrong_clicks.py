@@ -156,7 +156,7 @@ def test_two_at_once_wait_for_one_another(screen: Screen, lab: Laboratory, brake
     screen.await_success()
     screen.page.goto(second)
     assert screen.await_failure() == (
-        f"tiny: iterations {iteration} are under way (by day): wait for them, or launch tiny_train with iterations: 0"
+        f"tiny: iteration {iteration} is under way (by day): wait for it, or launch tiny_train with iterations: 0"
         " to end that request"
     )
     screen.keep("wrong-second-request")

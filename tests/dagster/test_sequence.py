@@ -349,7 +349,7 @@ def test_a_night_is_skipped_while_anything_is_under_way_and_after_a_refusal(desk
     assert tonight(desk) == "asks"
     stopping = desk.stopping()
     stopping.train(iterations=1, reason="by day")
-    assert "iterations 0000 are under way (by day)" in tonight(desk)
+    assert "iteration 0000 is under way (by day)" in tonight(desk)
     assert stopping.serve("refused") == "0000" and stopping.serve() is None
     assert "0000 is refused and promotion.on_refusal is stop: launch tiny_train by hand" in tonight(stopping)
     assert tonight(desk) == "asks"

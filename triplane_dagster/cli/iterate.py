@@ -103,8 +103,7 @@ def _warn_of_other_request(experiment: Experiment) -> None:
     target = unfinished_target(open_store(), experiment)
     if target is not None and target.by == "dagster":
         typer.echo(
-            f"warning: this command replaces the request of {experiment.name}_train for iterations {target}"
-            f" ({target.reason})",
+            f"warning: this command replaces the request of {experiment.name}_train for {target} ({target.reason})",
             err=True,
         )
 
