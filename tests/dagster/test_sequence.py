@@ -92,7 +92,7 @@ def test_requested_iterations_run_one_after_another_and_no_more(desk: Desk) -> N
     assert "no iterations are asked for, launch tiny_train" in str(desk.tick())
     desk.train(iterations=3, reason="a test")
     assert [desk.serve() for _ in range(4)] == ["0000", "0001", "0002", None]
-    assert "the last one (0000 to 0002) ended: all of them were made" in str(desk.tick())
+    assert "the last request, iterations 0000 to 0002, ended: all of them were made" in str(desk.tick())
     desk.train(iterations=1)
     assert [desk.serve(), desk.serve()] == ["0003", None]
 
