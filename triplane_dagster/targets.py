@@ -7,16 +7,18 @@ Kept in the store, so that a repeated command, a restarted daemon or an edited r
 
 from __future__ import annotations
 
+import math
+import time
 from typing import Literal
 
-from contracts.artifacts import Frozen
+from contracts.artifacts import Frozen, open_artifact
 from contracts.pointers import Pointer
 from contracts.store import Store
 from ops.inputs import find_inputs, resolve_start
 from ops.iteration_keys import iteration_key, next_iteration
 from resources.errors import TargetRefused
 from resources.experiment import Experiment
-from resources.refs import read_ref
+from resources.refs import read_ref, require_ref
 from triplane_dagster.iterations import is_complete, is_finished, next_partition
 
 _seen: dict[tuple[str, str], int] = {}
@@ -48,6 +50,8 @@ class Target(Frozen):
     """Id of the Dagster run that set it."""
     ended: str = ""
     """Why the target ended."""
+    ended_unix: float | None = None
+    """When, in seconds since 1970; None also for one that was ended by hand."""
 
     @property
     def last(self) -> int:
@@ -87,7 +91,7 @@ def unfinished_target(store: Store, experiment: Experiment) -> Target | None:
 def how_to_end(experiment: Experiment, target: Target) -> str:
     """Description of an unfinished target and of what ends it."""
     asked = f"a command asked for {target}, and has not finished"
-    finish = f"run `triplane iterate -e {experiment.name} -n {target.count}` to finish, or "
+    finish = f"run `triplane iterate -e {experiment.name} -n {target.count}` to finish them, or "
     if target.by == "dagster":
         one = target.count == 1
         asked = f"{target} {'is' if one else 'are'} under way ({target.reason})"
@@ -122,10 +126,13 @@ def request_target(
     reason: str = "",
     deadline_unix: float | None = None,
     night: str | None = None,
+    asked_unix: float = math.inf,
 ) -> Target:
     """Ask for further iterations, which the sensor then requests one by one; repeating a request changes nothing.
 
-    Raises TargetRefused while another target is unfinished or if the next iteration has begun from another policy,
+    asked_unix: when the request was made, which may have waited in a queue.
+
+    Raises TargetRefused if another target was unfinished then or the next iteration has begun from another policy,
     RegistryError for an unknown policy.
     """
     pointer = _pointer(store, experiment)
@@ -133,9 +140,8 @@ def request_target(
     last = Target.model_validate(entry.value) if entry else None
     if last is not None and last.request == request:
         return last
-    # one that is complete waits only for the sensor to record its end
-    if last is not None and not last.done and not is_complete(store, experiment, iteration_key(last.last)):
-        raise TargetRefused(f"{experiment.name}: {how_to_end(experiment, last)}")
+    if last is not None:
+        _require_over(store, experiment, last, asked_unix)
     first = next_iteration(store, experiment.name)
     _require_policy(store, experiment, iteration_key(first), from_policy)
     target = Target(
@@ -151,6 +157,21 @@ def request_target(
     if not pointer.advance(target.model_dump(), entry.number if entry else 0):
         raise TargetRefused(f"{experiment.name}: somebody else asked for iterations at the same time: retry")
     return target
+
+
+def _require_over(store: Store, experiment: Experiment, last: Target, asked_unix: float) -> None:
+    """Raise if a target was unfinished when further iterations were asked for: a second click would train twice."""
+    if not last.done and not is_complete(store, experiment, iteration_key(last.last)):
+        raise TargetRefused(f"{experiment.name}: {how_to_end(experiment, last)}")
+    ended = last.ended_unix
+    if not last.done:  # its end is not recorded yet
+        report = require_ref(store, experiment.name, "report", iteration_key(last.last))
+        ended = open_artifact(store, report).manifest.created_unix
+    if ended is not None and asked_unix < ended:
+        was = f"{last} {'was' if last.count == 1 else 'were'} under way ({last.reason or last.by})"
+        raise TargetRefused(
+            f"{experiment.name}: {was} when this was launched: launch it again if more iterations are wanted"
+        )
 
 
 def _require_policy(store: Store, experiment: Experiment, first: str, policy: str) -> None:
@@ -173,9 +194,12 @@ def decided_target(store: Store, experiment: Experiment) -> Target | None:
     return target if all(is_finished(store, experiment, iteration) for iteration in target.iterations()) else None
 
 
-def end_target(store: Store, experiment: Experiment, target: Target, why: str = "") -> None:
-    """Record that the target ended, unless a newer one was set in the meantime."""
+def end_target(store: Store, experiment: Experiment, target: Target, why: str = "", *, by_hand: bool = False) -> None:
+    """Record that the target ended, unless a newer one was set in the meantime. by_hand: a request that waits with this
+    one in a queue may follow.
+    """
     pointer = _pointer(store, experiment)
     entry = pointer.current()
     if entry is not None and Target.model_validate(entry.value) == target:
-        pointer.advance(target.model_copy(update={"done": True, "ended": why}).model_dump(), entry.number)
+        over = {"done": True, "ended": why, "ended_unix": None if by_hand else time.time()}
+        pointer.advance(target.model_copy(update=over).model_dump(), entry.number)

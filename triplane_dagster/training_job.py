@@ -1,5 +1,6 @@
 """Job `NAME_train`: ask for iterations, which the sensor `NAME_sequence` then runs one by one."""
 
+import math
 import time
 
 import dagster as dg
@@ -50,6 +51,11 @@ def train_config(experiment: Experiment, training: Training) -> dg.RunConfig:
     return dg.RunConfig(ops={train_op_name(experiment): training})
 
 
+def _launched_unix(context: dg.OpExecutionContext) -> float:
+    record = context.instance.get_run_record_by_id(context.run.get_root_run_id() or context.run_id)
+    return record.create_timestamp.timestamp() if record else math.inf
+
+
 def train_job(experiment: Experiment) -> dg.JobDefinition:
     """Job that asks for iterations."""
 
@@ -59,7 +65,7 @@ def train_job(experiment: Experiment) -> dg.JobDefinition:
         if config.iterations == 0:
             unfinished = unfinished_target(opened, experiment)
             if unfinished is not None:
-                end_target(opened, experiment, unfinished, f"ended by hand ({config.reason})")
+                end_target(opened, experiment, unfinished, f"ended by hand ({config.reason})", by_hand=True)
             context.log.info(f"ended: {unfinished}" if unfinished else "nothing was under way")
             return
         require_launchable(experiment)
@@ -72,6 +78,7 @@ def train_job(experiment: Experiment) -> dg.JobDefinition:
             reason=config.reason,
             deadline_unix=None if config.max_hours is None else time.time() + 3600 * config.max_hours,
             night=context.run.tags.get(NIGHT_TAG),
+            asked_unix=_launched_unix(context),
         )
         context.log.info(f"{experiment.name}_sequence runs {target}, one at a time")
 

@@ -365,7 +365,7 @@ def test_the_registry_is_what_the_decisions_say(week: Week) -> None:
         assert [(each["iteration"], each["policy"]["digest"]) for each in entries] == expected
     shown = {each["experiment"]: each for each in week.lab.json("status")}
     for name in week.experiments():
-        assert shown[name]["live"]["policy"] == week.pointers("live", name)[-1]["policy"]["digest"]
+        assert shown[name]["live"]["policy"]["digest"] == week.pointers("live", name)[-1]["policy"]["digest"]
 
 
 def test_nothing_was_trained_or_sampled_twice(week: Week) -> None:

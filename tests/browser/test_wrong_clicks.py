@@ -156,8 +156,8 @@ def test_two_at_once_wait_for_one_another(screen: Screen, lab: Laboratory, brake
     screen.await_success()
     screen.page.goto(second)
     assert screen.await_failure() == (
-        f"tiny: iteration {iteration} is under way (by day): wait for it, or launch tiny_train with iterations: 0"
-        " to end that request"
+        f"tiny: iteration {iteration} was under way (by day) when this was launched: launch it again if more iterations"
+        " are wanted"
     )
     screen.keep("wrong-second-request")
     assert one_after_another([run for key, run in runs_of(screen).items() if key not in before])

@@ -24,7 +24,7 @@ from triplane_dagster.pools import limit_pools
 from triplane_dagster.schedules import night_request, nightly
 from triplane_dagster.sensors import next_request
 from triplane_dagster.sequence import run_iterations
-from triplane_dagster.targets import begin_target, last_target, unfinished_target
+from triplane_dagster.targets import begin_target, last_target, request_target, unfinished_target
 from triplane_dagster.training_job import NIGHT_TAG, Training, train_config, train_job, train_job_name
 from triplane_dagster.unfinished import require_idle
 
@@ -237,6 +237,18 @@ def test_a_second_request_is_refused_and_zero_iterations_end_the_first(desk: Des
     assert "ended: ended by hand (enough)" in str(desk.tick())
     desk.train(iterations=1)
     assert [desk.serve(), desk.serve()] == ["0000", None]
+
+
+def test_a_request_that_waited_in_the_queue_while_another_ended_is_refused(desk: Desk) -> None:
+    """Two clicks do not train twice, whether or not the sensor has recorded the end of the first request."""
+    desk.train(iterations=1, reason="the first")
+    clicked = time.time()
+    desk.serve()
+    for _ in range(2):
+        with pytest.raises(TargetRefused, match=r"iteration 0000 was under way \(the first\) when this was launched"):
+            request_target(desk.store, desk.experiment, 1, request="queued", asked_unix=clicked)
+        desk.tick()
+    assert request_target(desk.store, desk.experiment, 1, request="later", asked_unix=time.time()).first == 1
 
 
 def test_the_command_line_and_the_job_know_of_one_another(desk: Desk) -> None:
