@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
@@ -182,9 +183,9 @@ def test_tasks_round_trip() -> None:
         {"line": 2},
     )
     assert read_tasks(tasks_table([task])) == [task]
-    declares = Task(**{**vars(task), "deliverables": ("src/", "*.md")})
+    declares = replace(task, deliverables=("src/", "*.md"))
     assert read_tasks(tasks_table([task, declares])) == [task, declares]
-    assert declares.digest != task.digest != Task(**{**vars(task), "deliverables": ("src/",)}).digest
+    assert declares.digest != task.digest != replace(task, deliverables=("src/",)).digest
     assert "artifacts" not in tasks_table([task]).to_pylist()[0]["meta"], "what declares none keeps its digest"
-    assert task.digest != Task(**{**vars(task), "instruction": "other"}).digest
-    assert task.files_digest == Task(**{**vars(task), "instruction": "other"}).files_digest
+    assert task.digest != replace(task, instruction="other").digest
+    assert task.files_digest == replace(task, instruction="other").files_digest

@@ -34,7 +34,7 @@ GOLDEN = {
     "evaluation_run": "1befaec3d586fd40a80ad3fbbbb290625f684765a8fc6ee776e886b78192b3bf",
     "evaluation_run greedy": "92c4f98f2bf00efcf13060d9f11c46ec8dd904508cdc5d4f0226536807276531",
     "evaluation": "77526a8afd2c07c7f1486a75cda6a39270def7a5a38c6353bd7b2e1b00049463",
-    "sampler": "02347b1bae3a37a85af5e3bffec001472deec4db8f717046ad0c790742d9331b",
+    "sampler": "964426c1132e78a4a3e69e439cb6a2aa2412c0f3045eb09b90c5b9cadd0321b5",
     "reward_flips": "03d92e42bbd4b472c2c434bfdaac109cbbb72dd3c5439ecdf16a8a3cfab7f9fc",
     "report": "12f4aa6082cc13ff09935f0d85486aec8a2e4ec9171ea5e4044ade81e850bd84",
 }

@@ -84,7 +84,7 @@ def test_a_training_job_reports_its_metrics_and_its_result(bucket: str, tmp_path
 
 def test_a_process_that_is_killed_is_quoted_after_what_it_managed_to_say(bucket: str) -> None:
     arrived: Arrived = []
-    with pytest.raises(LaunchFailed, match=r"ended with code -9: about to be killed"):
+    with pytest.raises(LaunchFailed, match=r"was killed \(SIGKILL\): about to be killed"):
         launch([sys.executable, "-c", REPORT, "20", "0.2", "die"], arrived)
     steps = [message["metrics"]["step"] for _, message in arrived]
     assert steps == list(range(len(steps))) and len(steps) >= 5, "only what it had not sent yet is lost"
