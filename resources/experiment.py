@@ -12,8 +12,6 @@ from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 import yaml
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Discriminator,
     Field,
     Tag,
@@ -35,16 +33,12 @@ from inference.rollouts.config import RolloutConfig
 from resources.cron import cron_fault
 from resources.errors import ExperimentError
 from resources.overrides import apply_overrides, explain, merge
+from resources.placement import PlacementConfig
+from resources.section import Section
 from trainer.config import BackendConfig, Device, RlConfig, SftConfig
 from trainer.model_config import ModelConfig
 
 _NAME = r"^[a-z][a-z0-9_]{0,62}$"
-
-
-class Section(BaseModel):
-    """Base class of an experiment's sections: immutable; unknown keys are errors."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
 class SftBase(Section):
@@ -394,6 +388,8 @@ class Experiment(Section):
     """Servers of the live policy. Not part of any key."""
     schedule: ScheduleConfig | None = None
     """Nightly iterations; null: the defaults, without a freshness policy. Not part of any key."""
+    placement: PlacementConfig = PlacementConfig()
+    """Where pods run on Kubernetes. Not part of any key."""
 
     @field_validator("base", "engine", mode="before")
     @classmethod
