@@ -1,0 +1,30 @@
+"""The cluster of $KUBECONFIG, and a release on it. docs/kubernetes.md tells how to run this suite."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+
+import pytest
+
+from tests.acceptance.laboratory import ROOT
+from tests.kubernetes.cluster.world import World
+
+IMAGE = "TRIPLANE_TEST_IMAGE"
+"""Image of Triplane that the cluster has, with moto and Debian's PostgreSQL, as NAME:VERSION."""
+TINY = ROOT / "tests" / "dagster" / "tiny.yaml"
+
+
+@pytest.fixture(scope="session")
+def world() -> Iterator[World]:
+    if not os.environ.get("KUBECONFIG") or not os.environ.get(IMAGE) or shutil.which("kubectl") is None:
+        pytest.skip(f"needs kubectl, $KUBECONFIG and ${IMAGE}: see docs/kubernetes.md")
+    kept = os.environ.get("TRIPLANE_TEST_NAMESPACE")
+    made = World(kept or f"triplane-{secrets.token_hex(3)}", os.environ[IMAGE])
+    if kept is None or "not found" in made.kubectl("get", "namespace", kept, check=False):
+        made.create([TINY])
+    yield made
+    if kept is None:
+        made.delete()

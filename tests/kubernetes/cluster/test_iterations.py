@@ -1,0 +1,35 @@
+"""Iterations that are asked for in the UI run as pods, and make what a laptop makes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.acceptance.laboratory import Laboratory
+from tests.acceptance.test_iterations_are_exact import KINDS
+from tests.kubernetes.cluster.conftest import TINY
+from tests.kubernetes.cluster.world import World
+
+pytestmark = [pytest.mark.kubernetes, pytest.mark.timeout(3600)]
+ITERATIONS = 2
+
+
+def test_two_iterations_of_the_ui_have_the_digests_of_a_local_run(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.train("tiny", ITERATIONS)
+    for name, value in world.store.items():
+        monkeypatch.setenv(name, value)
+    remote = Laboratory(tmp_path / "remote", TINY, environment=world.store)
+
+    def finished() -> bool:
+        states = [run["status"] for run in world.runs("tiny_iteration")]
+        assert "FAILURE" not in states, world.why()
+        return states.count("SUCCESS") >= ITERATIONS
+
+    world.wait("two iterations", finished)
+    local = Laboratory(tmp_path / "local", TINY)
+    local.iterate(ITERATIONS)
+    assert remote.digests(*KINDS) == local.digests(*KINDS)
+    assert not world.get("jobs", "triplane/job-key"), "trainer Jobs are deleted when their logs are kept"

@@ -1,0 +1,157 @@
+"""A release of the chart in a namespace of its own on a real cluster, operated as its users do: kubectl and GraphQL."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from tests.deploy.render_chart import render
+
+from tests.kubernetes.cluster.support import BUCKETS, KEYS, experiments, postgres_command, s3_server, secret
+from tests.webserver import LAUNCH, ask
+
+RELEASE = "triplane"
+LOCATION = {"repositoryLocationName": "triplane", "repositoryName": "__repository__"}
+PATIENCE_S = 900.0
+_RUNS = """
+query ($filter: RunsFilter) {
+  runsOrError(filter: $filter) {
+    ... on Runs { results { runId jobName status startTime endTime tags { key value } } }
+  }
+}"""
+
+
+@dataclass
+class World:
+    """A namespace with a release."""
+
+    namespace: str
+    image: str
+    values: dict[str, Any] = field(default_factory=dict)
+
+    def kubectl(self, *arguments: str, given: str | None = None, check: bool = True, timeout: float = 300) -> str:
+        """Run kubectl in the namespace. Returns what it prints."""
+        command = ["kubectl", "--namespace", self.namespace, *arguments]
+        done = subprocess.run(command, input=given, capture_output=True, text=True, timeout=timeout)
+        assert not check or done.returncode == 0, f"{' '.join(command)}: {done.stdout}{done.stderr}"
+        return done.stdout if check else done.stdout + done.stderr
+
+    def get(self, kind: str, *selectors: str) -> list[dict[str, Any]]:
+        """Objects of a kind, by label selectors."""
+        labels = ["--selector", ",".join(selectors)] if selectors else []
+        found: list[dict[str, Any]] = json.loads(self.kubectl("get", kind, *labels, "--output", "json"))["items"]
+        return found
+
+    def apply(self, objects: list[dict[str, Any]], *options: str) -> str:
+        """Create or update objects."""
+        return self.kubectl("apply", "--filename", "-", *options, given=yaml.safe_dump_all(objects))
+
+    def create(self, files: list[Path]) -> None:
+        """Make the namespace, what a release needs, and the release. files: its experiments."""
+        subprocess.run(["kubectl", "create", "namespace", self.namespace], check=True, capture_output=True)
+        passwords = {"triplane-postgres": {"password": "p@ss word"}, "triplane-envd": {"key": "k" * 43}}
+        secrets = [secret(name, values) for name, values in {"triplane-s3": KEYS, **passwords}.items()]
+        self.apply([*secrets, experiments(files), *s3_server(self.image, self.environment)])
+        self.kubectl("rollout", "status", "deployment/s3", "--timeout=180s", timeout=200)
+        self.apply(self.objects())
+        for name in ("code", "webserver", "daemon"):
+            self.kubectl("rollout", "status", f"deployment/{RELEASE}-{name}", "--timeout=600s", timeout=620)
+        self.kubectl("rollout", "status", f"daemonset/{RELEASE}-envd", "--timeout=300s", timeout=320)
+
+    def delete(self) -> None:
+        """Delete the namespace and everything in it."""
+        self.kubectl("delete", "namespace", self.namespace, "--wait=false", check=False)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables of the image that is made of a machine's files: its checkout is not installed."""
+        return {"PYTHONPATH": "/app:/app/kernels", "HOME": "/tmp"}
+
+    def objects(self) -> list[dict[str, Any]]:
+        """The chart's objects."""
+        repository, _, tag = self.image.rpartition(":")
+        image = {"repository": repository, "tag": tag}
+        small = {"requests": {"cpu": "50m", "memory": "256Mi"}, "limits": {"memory": "4Gi"}}
+        values = {
+            "image": image,
+            "runAsUser": 10001,
+            "s3": {"endpoint": f"http://s3.{self.namespace}.svc:9000"},
+            "postgres": {
+                "image": image | {"digest": ""},
+                "command": postgres_command(),
+                "storage": {"ephemeral": True},
+                "resources": small,
+            },
+            "experiments": {"configMap": "experiments"},
+            "extraEnv": self.environment,
+            **{name: {"resources": small} for name in ("webserver", "daemon", "code")},
+            "runs": {"resources": small},
+            "envd": {"image": image, "nodeSelector": {}, "resources": small, "pool": 2},
+        }
+        return render(_merged(values, self.values), RELEASE, self.namespace)
+
+    def address(self, service: str, port: int) -> str:
+        """URL of a Service, as this machine reaches it."""
+        return f"http://{self.kubectl('get', 'service', service, '--output', 'jsonpath={.spec.clusterIP}')}:{port}"
+
+    @property
+    def store(self) -> dict[str, str]:
+        """Environment of a client of the store on this machine."""
+        endpoint = {"AWS_ENDPOINT_URL": self.address("s3", 9000), "AWS_DEFAULT_REGION": "us-east-1"}
+        return {**KEYS, **endpoint, "TRIPLANE_STORE": f"s3://{BUCKETS[0]}/store"}
+
+    def ask(self, query: str, **variables: Any) -> dict[str, Any]:
+        """Data of a GraphQL answer of the web server."""
+        return ask(self.address(f"{RELEASE}-webserver", 80), query, **variables)
+
+    def launch(self, job: str, config: dict[str, Any] | None = None, tags: dict[str, str] | None = None) -> str:
+        """Launch a job as the launchpad does. Returns the run's id."""
+        metadata = {"tags": [{"key": key, "value": value} for key, value in (tags or {}).items()]}
+        selector = {**LOCATION, "pipelineName": job}
+        params = {"selector": selector, "runConfigData": config or {}, "executionMetadata": metadata, "mode": "default"}
+        reply = self.ask(LAUNCH, params=params)["launchRun"]
+        assert reply["__typename"] == "LaunchRunSuccess", reply
+        found: str = reply["run"]["runId"]
+        return found
+
+    def train(self, experiment: str, iterations: int) -> str:
+        """Ask for iterations as the job NAME_train does."""
+        config = {"iterations": iterations, "from_policy": "live", "reason": "test"}
+        return self.launch(f"{experiment}_train", {"ops": {f"{experiment}_request": {"config": config}}})
+
+    def runs(self, job: str | None = None) -> list[dict[str, Any]]:
+        """Runs, newest first."""
+        found: list[dict[str, Any]] = self.ask(_RUNS, filter={"pipelineName": job} if job else {})["runsOrError"][
+            "results"
+        ]
+        return found
+
+    def why(self) -> str:
+        """Pods and warnings, for the message of a failed test."""
+        return self.kubectl("get", "pods", "--output", "wide") + self.kubectl(
+            "get", "events", "--field-selector", "type=Warning", "--sort-by", ".lastTimestamp"
+        )
+
+    def wait(self, what: str, done: Callable[[], Any], patience_s: float = PATIENCE_S) -> Any:
+        """Wait until `done` returns something true, and return it."""
+        deadline = time.monotonic() + patience_s
+        while time.monotonic() < deadline:
+            found = done()
+            if found:
+                return found
+            time.sleep(1)
+        raise AssertionError(f"{what}: not after {patience_s:g} s\n{self.why()}")
+
+
+def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    found = dict(below)
+    for key, value in above.items():
+        old = found.get(key)
+        found[key] = _merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return found
