@@ -26,8 +26,21 @@ labels:
 {{- if .image.digest -}}
 {{ .image.repository }}@{{ .image.digest }}
 {{- else -}}
-{{ .image.repository }}:{{ .image.tag | default .root.Chart.AppVersion }}
+{{ include "triplane.version" (print .image.repository ":" (.image.tag | default .root.Chart.AppVersion)) }}
 {{- end -}}
+{{- end }}
+
+{{/* A reference of an image, refused where it may name another image tomorrow. */}}
+{{- define "triplane.version" -}}
+{{- if hasSuffix ":latest" . }}
+{{- fail (print "image " . ": the tag latest names no version; give the version or the digest of an image") }}
+{{- end }}
+{{- . }}
+{{- end }}
+
+{{/* Name of an experiment within names of objects, which have no underscores. */}}
+{{- define "triplane.experiment" -}}
+{{ . | replace "_" "-" }}
 {{- end }}
 
 {{/* Security context of a pod. Call with a user id. */}}
