@@ -1,6 +1,6 @@
 """Renders deploy/helm/triplane as `helm template` does, by Helm's own library (`helm-python-sdk`).
 
-    python -m tests.deploy.render_chart --values FILE --release NAME --namespace NS | kubectl apply -f -
+python -m tests.deploy.render_chart --values FILE --release NAME --namespace NS | kubectl apply -f -
 """
 
 from __future__ import annotations
