@@ -112,12 +112,28 @@ def instructions(kind: str) -> list[str]:
 
 
 def test_images_are_pinned_and_end_as_an_ordinary_user() -> None:
+    arguments = dict(value.split("=", 1) for value in instructions("ARG"))
     stages = [value.split() for value in instructions("FROM")]
     bases = [image for image, *_ in stages if image not in [stage[-1] for stage in stages]]
-    assert bases and all(re.fullmatch(r"[\w/.-]+:\d+\.\d+\.\d+-[\w-]+", image) for image in bases)
-    assert instructions("USER") == ["triplane"] * len(instructions("CMD"))
+    assert bases == ["${BASE_IMAGE}"]
+    assert re.fullmatch(r"[\w/.-]+:\d+\.\d+\.\d+-[\w-]+@sha256:[0-9a-f]{64}", arguments["BASE_IMAGE"])
+    # a number: Kubernetes can't tell whether a name is root's
+    assert instructions("USER") == ["10001:10001"] * len(instructions("CMD"))
     images = [service.definition["image"] for service in services({}).values()]
     assert all(re.search(r":(local$|v?\d+\.\d+)", image) for image in images), images
+
+
+def test_there_is_an_image_for_each_role_of_compose_and_chart() -> None:
+    stages = [value.split()[-1] for value in instructions("FROM")]
+    values = yaml.safe_load((ROOT / "deploy" / "helm" / "triplane" / "values.yaml").read_text())
+    named = {values["image"]["repository"], values["envd"]["image"]["repository"]}
+    assert named == {"triplane-stack", "triplane-envd"} == {f"triplane-{stage}" for stage in stages[-1:] + ["envd"]}
+
+
+def test_the_image_of_the_stack_has_what_a_cluster_needs() -> None:
+    (command,) = [value for value in instructions("RUN") if "deploy/dependencies.py" in value]
+    extras = command.split("deploy/dependencies.py ")[1].split(" >")[0].split()
+    assert {"aws", "k8s", "pods", "postgres"} <= set(extras)
 
 
 def test_every_installation_is_constrained() -> None:

@@ -1,0 +1,192 @@
+{{/* Labels that select the pods of a component. Call with (dict "root" . "component" NAME). */}}
+{{- define "triplane.selector" -}}
+app.kubernetes.io/name: triplane
+app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/component: {{ .component }}
+{{- end }}
+
+{{/* Labels of an object. Call with (dict "root" . "component" NAME). */}}
+{{- define "triplane.labels" -}}
+{{ include "triplane.selector" . }}
+app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .root.Release.Service }}
+helm.sh/chart: {{ .root.Chart.Name }}-{{ .root.Chart.Version }}
+{{- end }}
+
+{{/* Labels and the namespace of an object's metadata. Call with (dict "root" . "component" NAME "name" NAME). */}}
+{{- define "triplane.metadata" -}}
+name: {{ .name }}
+namespace: {{ .root.Release.Namespace }}
+labels:
+  {{- include "triplane.labels" . | nindent 2 }}
+{{- end }}
+
+{{/* Reference of an image: by digest where one is given. Call with (dict "root" . "image" VALUES). */}}
+{{- define "triplane.image" -}}
+{{- if .image.digest -}}
+{{ .image.repository }}@{{ .image.digest }}
+{{- else -}}
+{{ include "triplane.version" (print .image.repository ":" (.image.tag | default .root.Chart.AppVersion)) }}
+{{- end -}}
+{{- end }}
+
+{{/* A reference of an image, refused where it may name another image tomorrow. */}}
+{{- define "triplane.version" -}}
+{{- if hasSuffix ":latest" . }}
+{{- fail (print "image " . ": the tag latest names no version; give the version or the digest of an image") }}
+{{- end }}
+{{- . }}
+{{- end }}
+
+{{/* Name of an experiment within names of objects, which have no underscores. */}}
+{{- define "triplane.experiment" -}}
+{{ . | replace "_" "-" }}
+{{- end }}
+
+{{/* Security context of a pod. Call with a user id. */}}
+{{- define "triplane.podSecurity" -}}
+runAsNonRoot: true
+runAsUser: {{ . }}
+runAsGroup: {{ . }}
+fsGroup: {{ . }}
+seccompProfile:
+  type: RuntimeDefault
+{{- end }}
+
+{{/* Security context of a container. */}}
+{{- define "triplane.containerSecurity" -}}
+allowPrivilegeEscalation: false
+capabilities:
+  drop: [ALL]
+privileged: false
+readOnlyRootFilesystem: true
+runAsNonRoot: true
+{{- end }}
+
+{{/* Nodes of a pod. Call with values that may have nodeSelector, tolerations and priorityClassName. */}}
+{{- define "triplane.nodes" -}}
+{{- with .nodeSelector }}
+nodeSelector:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .tolerations }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- end }}
+
+{{/* Fields that every pod of ours has. Call with (dict "root" . "account" NAME). */}}
+{{- define "triplane.pod" -}}
+serviceAccountName: {{ .root.Release.Name }}-{{ .account }}
+# variables that Kubernetes makes of Services would collide with ours: TRIPLANE_ENVD_PORT is one of a release "triplane"
+enableServiceLinks: false
+{{- with .root.Values.imagePullSecrets }}
+imagePullSecrets:
+  {{- range . }}
+  - name: {{ . }}
+  {{- end }}
+{{- end }}
+{{- end }}
+
+{{/* Sources of a container's environment: the common ConfigMap and the credentials of S3. */}}
+{{- define "triplane.envFrom" -}}
+- configMapRef:
+    name: {{ .Release.Name }}-env
+{{- with .Values.s3.existingSecret }}
+- secretRef:
+    name: {{ . }}
+{{- end }}
+{{- end }}
+
+{{/* Variables of Dagster's pods that come from Secrets one by one. */}}
+{{- define "triplane.dagsterEnv" -}}
+- name: DAGSTER_POSTGRES_PASSWORD
+  valueFrom:
+    secretKeyRef:
+      name: {{ .Values.postgres.existingSecret }}
+      key: {{ .Values.postgres.passwordKey }}
+{{- end }}
+
+{{/* Mounts of a container that runs Triplane's code: nothing else can be written. */}}
+{{- define "triplane.mounts" -}}
+- name: tmp
+  mountPath: /tmp
+- name: cache
+  mountPath: /var/lib/triplane/cache
+{{- if .Values.experiments.configMap }}
+- name: experiments
+  mountPath: /var/lib/triplane/experiments
+  readOnly: true
+{{- end }}
+{{- end }}
+
+{{/* Volumes of triplane.mounts. */}}
+{{- define "triplane.volumes" -}}
+- name: tmp
+  emptyDir: {}
+- name: cache
+  emptyDir:
+    sizeLimit: {{ .Values.cache.sizeLimit }}
+{{- if .Values.experiments.configMap }}
+- name: experiments
+  configMap:
+    name: {{ .Values.experiments.configMap }}
+{{- end }}
+{{- end }}
+
+{{/* Mounts of Dagster's containers: an instance, and envd's key for those that play episodes. */}}
+{{- define "triplane.dagsterMounts" -}}
+{{ include "triplane.mounts" . }}
+- name: home
+  mountPath: /var/lib/triplane/dagster
+- name: instance
+  mountPath: /var/lib/triplane/dagster/dagster.yaml
+  subPath: dagster.yaml
+  readOnly: true
+- name: instance
+  mountPath: /var/lib/triplane/dagster/workspace.yaml
+  subPath: workspace.yaml
+  readOnly: true
+{{- if .Values.envd.enabled }}
+- name: envd-key
+  mountPath: /var/run/triplane-envd
+  readOnly: true
+{{- end }}
+{{- end }}
+
+{{/* Volumes of triplane.dagsterMounts. */}}
+{{- define "triplane.dagsterVolumes" -}}
+{{ include "triplane.volumes" . }}
+- name: home
+  emptyDir: {}
+- name: instance
+  configMap:
+    name: {{ .Release.Name }}-instance
+{{- if .Values.envd.enabled }}
+- name: envd-key
+  secret:
+    secretName: {{ .Values.envd.existingSecret }}
+    defaultMode: 0440
+    items:
+      - key: {{ .Values.envd.secretKey }}
+        path: key
+{{- end }}
+{{- end }}
+
+{{/* Annotations that start pods anew after their configuration changed. */}}
+{{- define "triplane.checksums" -}}
+checksum/instance: {{ include (print .Template.BasePath "/instance.yaml") . | sha256sum }}
+checksum/env: {{ include (print .Template.BasePath "/env.yaml") . | sha256sum }}
+{{- end }}
+
+{{/* Address of PostgreSQL. */}}
+{{- define "triplane.postgresHost" -}}
+{{- if .Values.postgres.enabled -}}
+{{ .Release.Name }}-postgres
+{{- else -}}
+{{ required "postgres.host: give the address of a PostgreSQL server, or set postgres.enabled=true" .Values.postgres.host }}
+{{- end -}}
+{{- end }}
