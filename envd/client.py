@@ -25,7 +25,7 @@ from contracts.pb import envd_pb2 as pb
 from contracts.pb import envd_pb2_grpc as rpc
 from envd.calling import RPC_GRACE_S, Caller
 from envd.connection import SANDBOX_TOKEN, Access, Metadata
-from envd.errors import EnvdError, SandboxGone, SandboxUnknown, ServerBusy, TemplateError
+from envd.errors import EnvdError, SandboxGone, SandboxUnknown, ServerBusy, ServerLost, TemplateError
 from envd.meeting import default_address
 from envd.messages import export_message, left_out_of, limits_message, status_of, tool_result_of, verify_result_of
 from envd.types import (
@@ -52,6 +52,7 @@ __all__ = [
     "SandboxGone",
     "SandboxStatus",
     "SandboxUnknown",
+    "ServerLost",
     "TemplateError",
     "TestOutcome",
     "ToolCall",
@@ -226,6 +227,11 @@ class Sandbox:
         """What the export of the last diff left out."""
         self._client = client
         self._metadata = ((SANDBOX_TOKEN, handle.token),)
+
+    @property
+    def server(self) -> SandboxClient:
+        """Client of the server that it lives on: of a list of servers, that one."""
+        return self._client
 
     async def __aenter__(self) -> Self:
         return self

@@ -83,5 +83,13 @@ class ServerUnavailable(EnvdError):
     """The envd server can't be reached, or did not answer in time."""
 
 
+class ServerLost(ServerUnavailable):
+    """One server of several was lost, with the sandboxes that it had. Never the fault of what ran in them."""
+
+
+class ServerDraining(EnvdError):
+    """The server ends soon and takes nothing new."""
+
+
 class BackendUnavailable(EnvdError):
     """A backend that was asked for does not work on this machine."""

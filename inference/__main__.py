@@ -26,13 +26,19 @@ def serve(
     model: Annotated[str, typer.Option(help="Name of the model in /v1/models.")] = "policy",
     max_batch: Annotated[int, typer.Option(min=1, help="Maximum number of sequences in a batch.")] = 256,
     threads: Annotated[int | None, typer.Option(min=1, help="Torch threads [default: torch's].")] = None,
+    drain: Annotated[
+        float | None,
+        typer.Option(min=0, help="Seconds in which requests are still accepted after SIGTERM [default: 5 in a pod]."),
+    ] = None,
 ) -> None:
     """Serve a policy until interrupted."""
-    from inference.server.serve import find_policy
+    from inference.server.draining import default_drain_s
+    from inference.server.serve import Serving, find_policy
     from inference.server.serve import serve as run
 
     directory, found = find_policy(policy, store)
-    run(directory, version or found, listen, model=model, max_batch=max_batch, threads=threads)
+    drain_s = default_drain_s() if drain is None else drain
+    run(directory, version or found, Serving(listen, model, max_batch, threads, drain_s))
 
 
 def main() -> None:

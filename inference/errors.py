@@ -33,6 +33,10 @@ class Withdrawn(EngineError):
     """A server was taken out of service because it can't serve the live policy."""
 
 
+class NoPolicyYet(EngineError):
+    """A server has no policy yet: no policy of its experiment is live."""
+
+
 class StaleVersion(EngineError):
     """A remote engine serves a policy version other than the expected one."""
 

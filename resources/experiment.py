@@ -115,7 +115,8 @@ class SandboxesConfig(Section):
     isolates nothing; auto never chooses it.
     """
     address: str | None = None
-    """`unix:/path` or `host:port` of a running envd server, whose key is in $TRIPLANE_ENVD_KEY_FILE. null: use
+    """`unix:/path` or `host:port` of a running envd server, whose key is in $TRIPLANE_ENVD_KEY_FILE. Several with
+    commas between them, or `dns:NAME:PORT` for every address behind a name, share the episodes. null: use
     $TRIPLANE_ENVD, or start a server for the run.
     """
     limits: LimitsConfig = LimitsConfig()

@@ -1,4 +1,4 @@
-"""Dagster resource for the environment plane: one envd server for a run, started on first use, or a running one."""
+"""Dagster resource for the environment plane: one envd server for a run, started on first use, or running ones."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ import dagster as dg
 from pydantic import PrivateAttr
 
 from envd.client import SandboxClient
+from envd.fleet import open_client
 from envd.local import TRUSTED, LocalEnvd
 from resources.experiment import SandboxesConfig
 
 _log = logging.getLogger(__name__)
 
 ADDRESS_VARIABLE = "TRIPLANE_ENVD"
-"""Address of a running envd server, e.g. of a deployment, for experiments that name none."""
+"""Address of a running envd server, e.g. of a deployment, for experiments that name none: `unix:/path`, `host:port`,
+`dns:NAME:PORT` for every address behind a name, or several of them with commas between.
+"""
 
 
 class SandboxesResource(dg.ConfigurableResource[Any]):
@@ -38,8 +41,9 @@ class SandboxesResource(dg.ConfigurableResource[Any]):
             self.close()
 
     def address(self, config: SandboxesConfig) -> str:
-        """Address of a server for this configuration. Starts one, or replaces a dead one, unless the configuration or
-        $TRIPLANE_ENVD names one.
+        """Address of a server for this configuration, or of several (see `envd.addresses`).
+
+        Starts one, or replaces a dead one, unless the configuration or $TRIPLANE_ENVD names one.
         """
         named = config.address or os.environ.get(ADDRESS_VARIABLE)
         if named:
@@ -59,8 +63,8 @@ class SandboxesResource(dg.ConfigurableResource[Any]):
 
     @asynccontextmanager
     async def client(self, config: SandboxesConfig) -> AsyncIterator[SandboxClient]:
-        """A connected client."""
-        async with SandboxClient(self.address(config)) as client:
+        """A connected client, of one server or of a list."""
+        async with open_client(self.address(config)) as client:
             yield client
 
     def close(self) -> None:

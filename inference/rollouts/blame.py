@@ -1,7 +1,8 @@
 """Decide whether the agent or the infrastructure broke a sandbox.
 
     the server does not know the sandbox any more        ours: it was restarted
-    a fresh sandbox that does nothing wrong fails too    ours: server, host or network
+    the server of the sandbox was lost, of several       ours
+    a fresh sandbox that does nothing wrong fails too    ours: server, host or network (on the same server)
     neither                                              the agent's: the episode FAILED, with the reason
 
 So nothing that an agent does to its sandbox is an infrastructure fault, which would be retried and at last go unscored.
@@ -29,7 +30,7 @@ async def is_agents_fault(workspace: Workspace, workspaces: Workspaces, task: Ta
     """Whether the agent broke `workspace`: its server knows it, and a control of the same task starts, replies and
     returns its diff.
     """
-    return await workspace.is_known() and await control_passes(workspaces, task)
+    return await workspace.is_known() and await control_passes(workspaces.on(workspace.server), task)
 
 
 async def control_passes(workspaces: Workspaces, task: Task) -> bool:

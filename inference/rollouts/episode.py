@@ -101,7 +101,7 @@ async def play_episode(
                 if play.broken_by_agent:
                     broken += 1
                     if not deterministic or broken == 2 or attempt + 1 == attempts:
-                        return play.episode(Outcome.FAILED, b"", failure=str(fault))
+                        return play.failed(fault)
                 _log.warning("episode %s, attempt %d of %d: %s", play.episode_id, attempt + 1, attempts, fault)
                 if attempt + 1 == attempts and deterministic and _is_outage(fault):
                     raise InfraFault(
@@ -264,6 +264,10 @@ class Attempt:
         found = 0 if completion.routed_experts is None else len(completion.routed_experts)
         if found != missing:
             raise InfraFault(f"engine returned the routed experts of {found} positions, {missing} were expected")
+
+    def failed(self, fault: InfraFault) -> Episode:
+        """Record of this attempt, whose agent broke its sandbox."""
+        return self.episode(Outcome.FAILED, b"", failure=self._workspace.for_record(fault))
 
     def episode(self, outcome: Outcome, final_diff: bytes, failure: str | None = None) -> Episode:
         """Record of this attempt with `outcome`. failure: reason of a FAILED one."""

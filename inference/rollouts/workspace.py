@@ -16,6 +16,7 @@ from envd.client import (
     Sandbox,
     SandboxClient,
     SandboxUnknown,
+    ServerLost,
     TemplateError,
     ToolCall,
     ToolResult,
@@ -28,12 +29,18 @@ _log = logging.getLogger(__name__)
 
 
 class Workspaces:
-    """Provides workspaces on one envd server and stores each task's files there once."""
+    """Provides workspaces through one client and stores each task's files there once."""
 
     def __init__(self, client: SandboxClient, limits: Limits, episode_timeout_s: float) -> None:
-        self._client = client
+        self._client, self._timeout_s = client, episode_timeout_s
         self._limits = dataclasses.replace(limits, lifetime_s=episode_timeout_s + LIFETIME_MARGIN_S)
         self._templates: dict[str, asyncio.Task[str]] = {}
+
+    def on(self, server: SandboxClient | None) -> Workspaces:
+        """Provider of the same workspaces on one server. None: on any."""
+        if server is None or server is self._client:
+            return self
+        return Workspaces(server, self._limits, self._timeout_s)
 
     def open(self, task: Task) -> Workspace:
         """Workspace of one attempt at `task`; nothing is started yet."""
@@ -66,6 +73,9 @@ class Workspace:
         self._workspaces = workspaces
         self._task = task
         self._starting: asyncio.Task[Sandbox] | None = None
+        self._lost = False
+        self.server: SandboxClient | None = None
+        """Client of the server that the sandbox lives on, once it has started."""
 
     async def run(self, calls: Sequence[ToolCall], timeout_s: float) -> list[ToolResult]:
         """Run one turn's calls, answers in call order. timeout_s: of one call.
@@ -76,10 +86,11 @@ class Workspace:
             self._starting = asyncio.create_task(self._workspaces.start(self._task))
         # shielded: a sandbox whose start is cut off by a deadline would have no owner to close it
         sandbox = await asyncio.shield(self._starting)
+        self.server = sandbox.server
         try:
             return await sandbox.batch(calls, timeout_s=timeout_s)
         except EnvdError as error:
-            raise SandboxBroken(f"a tool call failed: {_words(error, sandbox)}") from error
+            raise self._broken("a tool call failed", error, sandbox) from error
 
     async def finish(self) -> bytes:
         """Take the final diff, of the task's deliverables if it declares any; the sandbox is gone afterwards.
@@ -93,17 +104,27 @@ class Workspace:
         try:
             diff = await sandbox.finish(export=Export(deliverables) if deliverables else None)
         except EnvdError as error:
-            raise SandboxBroken(f"the final state could not be read: {_words(error, sandbox)}") from error
+            raise self._broken("the final state could not be read", error, sandbox) from error
         self._starting = None
         return diff
 
+    def _broken(self, what: str, error: EnvdError, sandbox: Sandbox) -> SandboxBroken:
+        self._lost = self._lost or isinstance(error, ServerLost)
+        return SandboxBroken(f"{what}: {_words(error, sandbox)}")
+
+    def for_record(self, fault: InfraFault) -> str:
+        """Text of a fault without the server's address, which no record of an episode may depend on."""
+        return str(fault) if self.server is None else str(fault).replace(f" at {self.server.address}", "")
+
     async def is_known(self) -> bool:
-        """Whether the server still knows this sandbox, alive or ended: False after a restart of the server."""
+        """Whether the server still knows this sandbox, alive or ended: False once it was restarted or lost."""
+        if self._lost:
+            return False
         if self._starting is None:
             return True
         try:
             await (await asyncio.shield(self._starting)).status()
-        except SandboxUnknown:
+        except (SandboxUnknown, ServerLost):
             return False
         except TriplaneError:
             return True

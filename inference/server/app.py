@@ -4,7 +4,8 @@ request JSON -> pydantic model -> engine -> OpenAI-shaped answer     any Triplan
                                                                      code}}
 
 A server that can't serve the live policy is withdrawn: /health and new completions return 503 until weights are loaded.
-Requests in flight finish.
+Requests in flight finish. Before its first policy, /health returns 200 and everything else 503. /ready tells whether to
+send requests (`readiness`).
 """
 
 from __future__ import annotations
@@ -26,27 +27,32 @@ from contracts.chat import ChatTokenizer
 from contracts.errors import TriplaneError
 from inference.engines.base import Completion, Engine, SamplingParams
 from inference.engines.openai import OWNER
-from inference.errors import BadRequest, EngineStopped, RequestTooLong, StaleVersion, Withdrawn
+from inference.errors import BadRequest, EngineStopped, NoPolicyYet, RequestTooLong, StaleVersion, Withdrawn
 from inference.server.api import ChatRequest, CompletionRequest, LoadRequest, ScoreRequest, WithdrawRequest
 from inference.server.chat import answer_message, prompt_tokens
+from inference.server.readiness import Readiness
 
 CHAT_TOKENS = 1024
+Opener = Callable[[Path, str], tuple[Engine, ChatTokenizer | None]]
+"""Opens the engine for the first policy: directory, version -> engine, tokenizer (None: token ids only)."""
 _Body = TypeVar("_Body", bound=BaseModel)
 
 
 class Application:
     """Handlers that share one engine and one tokenizer."""
 
-    def __init__(self, engine: Engine, tokenizer: ChatTokenizer | None, model: str) -> None:
-        """tokenizer: None serves token ids only."""
-        self._engine, self._tokenizer, self._model = engine, tokenizer, model
-        self.withdrawn: str | None = None
-        """Reason of a withdrawal, or None."""
+    def __init__(self, opener: Opener, model: str) -> None:
+        """Without a policy until the first `swap`."""
+        self._opener, self._model = opener, model
+        self._opened: Engine | None = None
+        self._tokenizer: ChatTokenizer | None = None
+        self.readiness = Readiness()
 
     def starlette(self) -> Starlette:
         """The ASGI application."""
         routes = [
             Route("/health", self._health),
+            Route("/ready", self._ready),
             Route("/version", self._version),
             Route("/v1/models", self._models),
             Route("/v1/completions", _json(CompletionRequest, self._complete), methods=["POST"]),
@@ -58,21 +64,45 @@ class Application:
         return Starlette(routes=routes, exception_handlers={TriplaneError: _explain, Exception: _explain})
 
     async def swap(self, directory: Path, version: str) -> None:
-        """Serve another policy from now on, and end a withdrawal.
+        """Serve another policy from now on, or the first one, and end a withdrawal.
 
-        Raises EngineError; the current policy then stays.
+        Raises TriplaneError; the current policy then stays.
         """
-        await self._engine.load_weights(directory, version)
-        self.withdrawn = None
+        if self._opened is None:
+            self._opened, self._tokenizer = await asyncio.to_thread(self._opener, directory, version)
+            self.readiness.waiting = None
+        else:
+            await self._opened.load_weights(directory, version)
+        self.readiness.withdrawn = None
 
-    async def version(self) -> str:
-        """Served policy version."""
-        return await self._engine.version()
+    async def version(self) -> str | None:
+        """Served policy version; None before the first one."""
+        return None if self._opened is None else await self._opened.version()
+
+    async def close(self) -> None:
+        """Close the engine."""
+        if self._opened is not None:
+            await self._opened.close()
+
+    @property
+    def _engine(self) -> Engine:
+        return self._require_engine()
+
+    def _require_engine(self) -> Engine:
+        if self._opened is None:
+            raise NoPolicyYet(f"{self.readiness.reason(None)}: retry when /ready answers 200")
+        return self._opened
 
     async def _health(self, request: Request) -> JSONResponse:
-        if self.withdrawn is not None:
-            return JSONResponse({"status": "withdrawn", "reason": self.withdrawn}, status_code=503)
+        if self.readiness.withdrawn is not None:
+            return JSONResponse({"status": "withdrawn", "reason": self.readiness.withdrawn}, status_code=503)
         return JSONResponse({"status": "ok"})
+
+    async def _ready(self, request: Request) -> JSONResponse:
+        served = await self.version()
+        body = {"policy": served, "live": self.readiness.live}
+        reason = self.readiness.reason(served)
+        return JSONResponse(body if reason is None else body | {"reason": reason}, 200 if reason is None else 503)
 
     async def _version(self, request: Request) -> JSONResponse:
         return JSONResponse({"version": await self._engine.version()})
@@ -131,15 +161,15 @@ class Application:
         return {"object": "policy", "version": body.version}
 
     async def _withdraw(self, body: WithdrawRequest) -> dict[str, Any]:
-        self.withdrawn = body.reason
+        self.readiness.withdrawn = body.reason
         return {"object": "policy", "version": await self._engine.version(), "withdrawn": body.reason}
 
     async def _generate(
         self, prompt: list[int], count: int, stops: tuple[int, ...], body: CompletionRequest | ChatRequest
     ) -> Completion:
-        if self.withdrawn is not None:
+        if self.readiness.withdrawn is not None:
             raise Withdrawn(
-                f"this server is withdrawn ({self.withdrawn}): use another one, or load the live policy here"
+                f"this server is withdrawn ({self.readiness.withdrawn}): use another one, or load the live policy here"
             )
         if isinstance(body, CompletionRequest):
             await self._check_version(body.policy_version)
@@ -153,6 +183,7 @@ class Application:
 
     def _text(self) -> ChatTokenizer:
         if self._tokenizer is None:
+            self._require_engine()
             raise BadRequest("the policy's directory has no tokenizer.json: send token ids to /v1/completions")
         return self._tokenizer
 
@@ -204,6 +235,8 @@ async def _explain(request: Request, error: Exception) -> JSONResponse:
             return _error(409, str(error), "stale_policy_version")
         case Withdrawn():
             return _error(503, str(error), "withdrawn", kind="server_error")
+        case NoPolicyYet():
+            return _error(503, str(error), "no_policy_yet", kind="server_error")
         case RequestTooLong():
             return _error(400, str(error), "context_length_exceeded")
         case EngineStopped():

@@ -1,8 +1,9 @@
-"""Run the server: open a policy, listen, stop cleanly on SIGINT or SIGTERM."""
+"""Run the server: open a policy or wait for one, listen, drain on SIGTERM (`draining`), stop on SIGINT."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from contracts.errors import ArtifactMissing, ConfigError
 from contracts.store import open_store
 from inference.engines.builtin import BuiltinEngine
 from inference.server.app import Application
+from inference.server.draining import DrainingServer
 from inference.server.follow import Source, follow
 
 
@@ -60,50 +62,64 @@ class Following:
     source: Source
     poll_s: float
     """Seconds between two polls."""
+    wait_s: float = math.inf
+    """Longest wait for the first policy, in seconds."""
 
 
-def serve(
-    directory: Path,
-    version: str,
-    listen: str,
-    *,
-    model: str,
-    max_batch: int,
-    threads: int | None,
-    following: Following | None = None,
-) -> None:
-    """Serve until interrupted.
+@dataclass(frozen=True)
+class Serving:
+    """How a policy is served."""
 
-    Prints the address once it is ready. following: None keeps the policy until /v1/load_weights.
+    listen: str
+    """host:port; port 0 picks a free one."""
+    model: str = "policy"
+    """Name in /v1/models."""
+    max_batch: int = 256
+    """Largest number of sequences in a batch."""
+    threads: int | None = None
+    """Torch threads; None for its default."""
+    drain_s: float = 0.0
+    """Seconds in which requests are still accepted after SIGTERM."""
+
+    def open(self, directory: Path, version: str) -> tuple[BuiltinEngine, ChatTokenizer | None]:
+        """Engine and tokenizer of a policy."""
+        tokenizer = ChatTokenizer.from_directory(directory) if (directory / "tokenizer.json").is_file() else None
+        return BuiltinEngine(directory, version, max_batch=self.max_batch, threads=self.threads), tokenizer
+
+
+def serve(directory: Path, version: str, serving: Serving) -> None:
+    """Serve a policy, until /v1/load_weights loads another one. Returns after a signal.
+
+    Prints the address once it is ready.
     """
-    host, port = split_address(listen)
-    asyncio.run(_serve(directory, version, host, port, model, max_batch, threads, following))
+    split_address(serving.listen)
+    asyncio.run(_serve(serving, (directory, version), None))
 
 
-async def _serve(
-    directory: Path,
-    version: str,
-    host: str,
-    port: int,
-    model: str,
-    max_batch: int,
-    threads: int | None,
-    following: Following | None,
-) -> None:
-    tokenizer = ChatTokenizer.from_directory(directory) if (directory / "tokenizer.json").is_file() else None
-    engine = BuiltinEngine(directory, version, max_batch=max_batch, threads=threads)
-    app = Application(engine, tokenizer, model)
-    config = uvicorn.Config(app.starlette(), host=host, port=port, log_level="warning", timeout_graceful_shutdown=10)
-    server = uvicorn.Server(config)
+def serve_live(following: Following, serving: Serving) -> None:
+    """Serve the policy that `following` names, and wait for the first one. Returns after a signal.
+
+    Prints the address, and again with the policy once there is one. Raises ArtifactMissing if the wait is over.
+    """
+    split_address(serving.listen)
+    asyncio.run(_serve(serving, None, following))
+
+
+async def _serve(serving: Serving, policy: tuple[Path, str] | None, following: Following | None) -> None:
+    host, port = split_address(serving.listen)
+    app = Application(serving.open, serving.model)
+    server = DrainingServer(app.starlette(), host, port, app.readiness, serving.drain_s)
     try:
-        async with _beside(server, _announce(server, version)):
+        if policy is not None:
+            await app.swap(*policy)
+        async with _beside(server, _announce(server, app)):
             if following is None:
-                await server.serve()
+                await server.run_until_told()
                 return
-            async with _beside(server, follow(app, following.source, following.poll_s)):
-                await server.serve()
+            async with _beside(server, follow(app, following.source, following.poll_s, following.wait_s)):
+                await server.run_until_told()
     finally:
-        await engine.close()
+        await app.close()
 
 
 @asynccontextmanager
@@ -125,8 +141,15 @@ async def _beside(server: uvicorn.Server, work: Coroutine[Any, Any, None]) -> As
         raise outcome
 
 
-async def _announce(server: uvicorn.Server, version: str) -> None:
+async def _announce(server: uvicorn.Server, app: Application) -> None:
     while not server.started:
         await asyncio.sleep(0.02)
     host, port = server.servers[0].sockets[0].getsockname()[:2]
+    version, told = await app.version(), False
+    while version is None:
+        if app.readiness.waiting is not None and not told:
+            told = True
+            print(f"no policy yet at http://{host}:{port}/v1: /ready answers 503 until there is one", flush=True)
+        await asyncio.sleep(0.02)
+        version = await app.version()
     print(f"policy {version} at http://{host}:{port}/v1", flush=True)

@@ -174,6 +174,8 @@ def test_a_live_policy_that_can_not_be_loaded_withdraws_the_server_until_another
             assert (await status(200)).json() == {"status": "ok"}
             registry.promote(broken, state, parent=base.digest, iteration="0000")
             assert broken.short in (await status(503)).json()["reason"]
+            told = await http.get(url.replace("/v1", "/ready"))
+            assert (told.status_code, told.json()["live"]) == (503, broken.digest) and "withdrawn" in told.text
             refused = await http.post(f"{url}/completions", json=ask)
             assert refused.status_code == 503 and refused.json()["error"]["code"] == "withdrawn"
             registry.promote(first, state, parent=broken.digest, iteration="0001")

@@ -5,17 +5,14 @@ and is retried.
 from __future__ import annotations
 
 import asyncio
-import os
-import subprocess
-import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
+from envd_servers import Server
 from rollouts_script import (
     POLICY,
     GraderByDiff,
@@ -45,7 +42,6 @@ from inference.rollouts.merge import merge_groups
 from inference.rollouts.worker import run_shard
 from inference.rollouts.workspace import Workspaces
 
-ROOT = Path(__file__).parents[2]
 SLOT = Slot("test", "0001", "g", "task-000", 0, 5)
 PRLIMIT = "import resource as r; [r.prlimit(p, r.RLIMIT_NOFILE, (0, 0)) for p in {pids}]"
 ATTACKS = {
@@ -152,31 +148,6 @@ def test_groups_whose_agents_break_their_sandboxes_are_committed_scored_0_and_tr
             assert (reward["reward"], reward["solved"], reward["verdict"]) == (0.0, False, "sandbox_broken")
         else:
             assert reward["solved"] is True
-
-
-class Server:
-    """An envd server at one address that can be killed and started again, all that it made gone."""
-
-    def __init__(self, folder: Path) -> None:
-        self.address, self._folder = f"unix:{folder}/s", folder
-        self._process: subprocess.Popen[bytes] | None = None
-        self.starts = 0
-
-    def start(self) -> None:
-        self.starts += 1
-        command = [sys.executable, "-m", "envd", "serve", "--listen", self.address, "--log-level", "error"]
-        command += ["--state-dir", str(self._folder / str(self.starts))]
-        (self._folder / "s").unlink(missing_ok=True)
-        self._process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)})
-        deadline = time.monotonic() + 30
-        while not (self._folder / "s").exists():
-            assert self._process.poll() is None and time.monotonic() < deadline, "envd did not start"
-            time.sleep(0.01)
-
-    def kill(self) -> None:
-        assert self._process is not None
-        self._process.kill()
-        self._process.wait()
 
 
 @pytest.fixture

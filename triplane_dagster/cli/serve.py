@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from typing import Annotated
@@ -24,10 +25,22 @@ def serve(
         bool, typer.Option("--follow", help="Swap to each policy that goes live (also by rollback) without a pause.")
     ] = False,
     poll: Annotated[float, typer.Option(min=0.01, help="Seconds between two checks of the live policy.")] = 2.0,
+    wait: Annotated[
+        float, typer.Option(min=0, help="With --follow: longest wait for a first policy, in seconds; 0: for ever.")
+    ] = 0.0,
+    drain: Annotated[
+        float | None,
+        typer.Option(
+            min=0, help="Seconds in which requests are still accepted after SIGTERM [default: 5 in a pod, else 0]."
+        ),
+    ] = None,
 ) -> None:
-    """Serve a policy until Ctrl-C: /v1/chat/completions, /v1/completions (text or token ids), /v1/models, /health.
+    """Serve a policy until Ctrl-C: /v1/chat/completions, /v1/completions (text or token ids), /v1/models, /health and
+    /ready.
 
-    Requests in flight during a swap continue: their policy_spans name the policy of each token.
+    Requests in flight during a swap continue: their policy_spans name the policy of each token. With --follow the
+    server starts before any policy exists; /ready returns 503 until it can serve the live one. SIGTERM drains: /ready
+    returns 503, requests are answered to the end, and the exit code is 0.
 
     Examples:
 
@@ -42,36 +55,31 @@ def serve(
             raise ConfigError(
                 f"--follow serves the live policy, --policy {policy} a fixed one: use one of the two options"
             )
-        _serve_live(open_store(), experiment, listen, poll)
+        _serve_live(open_store(), experiment, listen, poll, wait or math.inf, drain)
         return
     checkpoint = find_policy(open_store(), experiment, policy)
     typer.echo(f"serving policy {checkpoint.ref.short} at http://{listen}", err=True)
     command = [sys.executable, "-m", "inference", "serve", "--policy", str(checkpoint.directory())]
     command += ["--version", checkpoint.ref.digest, "--listen", listen]
+    command += [] if drain is None else ["--drain", str(drain)]
     os.execv(sys.executable, command)
 
 
-def _serve_live(store: Store, experiment: str, listen: str, poll_s: float) -> None:
+def _serve_live(
+    store: Store, experiment: str, listen: str, poll_s: float, wait_s: float, drain_s: float | None
+) -> None:
+    from inference.server.draining import default_drain_s
     from inference.server.follow import Wanted
-    from inference.server.serve import Following
-    from inference.server.serve import serve as run
+    from inference.server.serve import Following, Serving, serve_live
 
     def live() -> Wanted:
         checkpoint = find_policy(store, experiment, "live")
         return Wanted(checkpoint.ref.digest, checkpoint.directory)
 
-    first = live()
-    typer.echo(f"serving the live policy of {experiment}, currently {first.version[:12]}, at http://{listen}", err=True)
+    typer.echo(f"serving the live policy of {experiment} at http://{listen}", err=True)
+    serving = Serving(listen, drain_s=default_drain_s() if drain_s is None else drain_s)
     try:
-        run(
-            first.directory(),
-            first.version,
-            listen,
-            model="policy",
-            max_batch=256,
-            threads=None,
-            following=Following(live, poll_s),
-        )
+        serve_live(Following(live, poll_s, wait_s), serving)
     except KeyboardInterrupt:
         return
 

@@ -48,7 +48,6 @@ def build(
     """
     from curation.tasks.build import build_suite
     from curation.tasks.suite import TaskSuiteConfig
-    from envd.client import SandboxClient
     from resources.progress import Progress
     from resources.sandboxes import SandboxesResource
     from triplane_dagster.cli.bars import Bars
@@ -57,7 +56,7 @@ def build(
     config = TaskSuiteConfig.of_count(count, wanted.demonstrated.seed) if count else wanted.tasks
 
     async def make(bars: Bars) -> Artifact:
-        async with SandboxClient(sandboxes.address(wanted.sandboxes)) as client:
+        async with sandboxes.client(wanted.sandboxes) as client:
             return await build_suite(
                 config,
                 open_store(),
@@ -157,7 +156,6 @@ def check(
     """
     from curation.tasks.inspect import suite_tasks
     from curation.tasks.validate import validate_tasks
-    from envd.client import SandboxClient
     from resources.progress import Progress
     from resources.sandboxes import SandboxesResource
     from triplane_dagster.cli.bars import Bars
@@ -166,7 +164,7 @@ def check(
     tasks = list(suite_tasks(chosen_suite(open_store(), wanted, suite), split).values())[:limit]
 
     async def prove(bars: Bars) -> ValidationReport:
-        async with SandboxClient(sandboxes.address(wanted.sandboxes)) as client:
+        async with sandboxes.client(wanted.sandboxes) as client:
             report, _ = await validate_tasks(
                 tasks, client, lambda done, total: bars(Progress("task_suite", None, "validating", done, total))
             )

@@ -58,7 +58,6 @@ def import_tasks(
     """
     from curation.tasks.importing.splits import parse_shares
     from curation.tasks.importing.suite import import_suite, read_source, suite_report
-    from envd.client import SandboxClient
     from resources.sandboxes import SandboxesResource
     from triplane_dagster.cli.bars import Bars
 
@@ -66,7 +65,7 @@ def import_tasks(
     wanted, sandboxes = find_experiment(experiment), SandboxesResource()
 
     async def make(bars: Bars) -> Artifact:
-        async with SandboxClient(sandboxes.address(wanted.sandboxes)) as client:
+        async with sandboxes.client(wanted.sandboxes) as client:
             return await import_suite(
                 reading, shares, open_store(), client, lambda done, total: _show(bars, "validating", done, total)
             )
@@ -136,14 +135,13 @@ def run(
 def _play(agent: Agent, tasks: list[Any], experiment: Any, max_turns: int) -> list[Played]:
     from curation.tasks.agents import play_suite
     from curation.verify import Verifier
-    from envd.client import SandboxClient
     from resources.sandboxes import SandboxesResource
     from triplane_dagster.cli.bars import Bars
 
     sandboxes = SandboxesResource()
 
     async def play(bars: Bars) -> list[Played]:
-        async with SandboxClient(sandboxes.address(experiment.sandboxes)) as client:
+        async with sandboxes.client(experiment.sandboxes) as client:
             return await play_suite(
                 tasks,
                 agent,

@@ -9,11 +9,21 @@ import sys
 from typing import Literal
 
 from contracts.errors import TriplaneError
+from envd.addresses import entries_of, is_list, servers_of
 from envd.local import LocalEnvd
 from envd.operations.client import OperationsClient
 from envd.types import ToolCall
 
 ANSWER_S = 5.0
+
+
+async def use_all(address: str) -> str:
+    """Run a command on every server that an address stands for."""
+    servers, faults = await servers_of(entries_of(address))
+    if faults or not servers:
+        raise TriplaneError("; ".join(faults) or f"{address} stands for no server")
+    said = [await use(each) for each in sorted(servers)]
+    return said[0] if len(said) == 1 else f"{len(said)} servers: {'; '.join(dict.fromkeys(said))}"
 
 
 async def use(address: str) -> str:
@@ -40,7 +50,7 @@ def main(what: str) -> int:
             with LocalEnvd(backends[what]) as server:
                 print(asyncio.run(use(server.address)))
         else:
-            print(asyncio.run(use(what)))
+            print(asyncio.run(use_all(what) if is_list(what) else use(what)))
     except TimeoutError:
         print(f"no envd answers at {what} within {ANSWER_S:g} s", file=sys.stderr)
         return 1

@@ -1,0 +1,250 @@
+"""A `SandboxClient` over several servers."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import random
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from envd.addresses import entries_of, servers_of
+from envd.calling import RPC_GRACE_S
+from envd.client import Sandbox, SandboxClient
+from envd.connection import Access, Metadata
+from envd.errors import EnvdError, ServerDraining, ServerLost, ServerUnavailable, TemplateError
+from envd.fleet.member import Member
+from envd.types import Handle, Limits, VerifyResult
+
+T = TypeVar("T")
+REFRESH_S = 10.0
+"""Seconds between two resolutions of names, at least: servers come and go."""
+VERIFY_TRIES = 3
+"""Servers that one verification is sent to, one after the other, while each is lost."""
+_AGAIN_S = 0.5
+_log = logging.getLogger(__name__)
+
+
+class FleetClient(SandboxClient):
+    """A `SandboxClient` over a list of servers.
+
+    Each sandbox starts on the server with the fewest sandboxes of this client, ties in random order, and stays there.
+    Templates are uploaded to a server when it first needs them. A server that can't be reached, or drains, is left out
+    for 1 to 30 s and then asked again; what a lost server had raises ServerLost. Give all servers the same backends and
+    rules: which one plays an episode must not matter.
+    """
+
+    def __init__(self, address: str) -> None:
+        """address: as `envd.addresses` describes. Raises EnvdError for an entry that is not an address."""
+        super().__init__(address, Access())
+        self._entries = entries_of(address)
+        self._members: dict[str, Member] = {}
+        self._files: dict[str, Mapping[str, bytes]] = {}
+        self._faults: list[str] = []
+        self._refreshing = asyncio.Lock()
+        self._refreshed = -REFRESH_S
+        self._met_any = False
+
+    async def __aenter__(self) -> Self:
+        await self._refresh()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        members = list(self._members.values())
+        self._members.clear()
+        await asyncio.gather(*(each.__aexit__(kind, error, trace) for each in members))
+
+    @property
+    def loads(self) -> dict[str, int]:
+        """Sandboxes of this client on each server, with creations and verifications in progress."""
+        return {address: member.load for address, member in self._members.items()}
+
+    async def put_template(self, files: Mapping[str, bytes]) -> str:
+        """See SandboxClient.put_template. Other servers get the files when they need them."""
+
+        async def put(member: Member) -> str:
+            digest = await member.put_template(files)
+            member.templates.add(digest)
+            return digest
+
+        digest = await self._somewhere(put)
+        self._files[digest] = files
+        return digest
+
+    async def create(
+        self,
+        template: str,
+        *,
+        limits: Limits | None = None,
+        env: Mapping[str, str] | None = None,
+        labels: Mapping[str, str] | None = None,
+        backend: str = "",
+        rules: str = "",
+        idempotency_key: str | None = None,
+        timeout_s: float = RPC_GRACE_S,
+    ) -> Sandbox:
+        """See SandboxClient.create. With an idempotency_key, a retry goes to the same server while that one answers."""
+
+        async def create(member: Member) -> Sandbox:
+            return await member.create(
+                template,
+                limits=limits,
+                env=env,
+                labels=labels,
+                backend=backend,
+                rules=rules,
+                idempotency_key=idempotency_key,
+                timeout_s=timeout_s,
+            )
+
+        return await self._somewhere(lambda member: self._with_template(member, template, create), idempotency_key)
+
+    def attach(self, handle: Handle) -> Sandbox:
+        """See SandboxClient.attach: only to a sandbox that this client created."""
+        for member in self._members.values():
+            if member.has(handle.id):
+                return member.attach(handle)
+        raise EnvdError(f"sandbox {handle.id[:40]} is not of this client: attach with a client of its own server")
+
+    async def verify(
+        self,
+        template: str,
+        diff: bytes,
+        hidden_files: Mapping[str, bytes],
+        tests: Sequence[str],
+        *,
+        limits: Limits = Limits(),
+        timeout_s: float = 10,
+        artifacts: Sequence[str] = (),
+        product: Sequence[str] = (),
+        backend: str = "",
+        rules: str = "",
+    ) -> VerifyResult:
+        """See SandboxClient.verify. One whose server is lost runs again on another, at most `VERIFY_TRIES` in all."""
+
+        async def verify(member: Member) -> VerifyResult:
+            return await member.verify(
+                template,
+                diff,
+                hidden_files,
+                tests,
+                limits=limits,
+                timeout_s=timeout_s,
+                artifacts=artifacts,
+                product=product,
+                backend=backend,
+                rules=rules,
+            )
+
+        return await self._somewhere(lambda member: self._with_template(member, template, verify), tries=VERIFY_TRIES)
+
+    async def found(self, template: str, findings: Sequence[str]) -> None:
+        """See SandboxClient.found: in the audit log of one of the servers."""
+        await self._somewhere(lambda member: member.found(template, findings))
+
+    async def ask(
+        self,
+        method: str,
+        request: Any,
+        timeout_s: float | None = None,
+        key: str | None = None,
+        metadata: Metadata = (),
+    ) -> Any:
+        """Refuse: a call without a sandbox has no server here."""
+        raise EnvdError(f"{method} needs a client of one server, this one is of {self.address}")
+
+    async def _with_template(self, member: Member, template: str, work: Callable[[Member], Awaitable[T]]) -> T:
+        files = self._files.get(template)
+        await member.provide(template, files)
+        try:
+            return await work(member)
+        except TemplateError:  # it was restarted, or has removed a template that was not used for long
+            member.templates.discard(template)
+            if files is None:
+                raise
+        await member.provide(template, files)
+        return await work(member)
+
+    async def _somewhere(self, work: Callable[[Member], Awaitable[T]], key: str | None = None, tries: int = 0) -> T:
+        """Do work on the best server, and on the next one if that is lost or drains.
+
+        tries: servers that are tried at most; 0: all.
+        """
+        tried: list[Member] = []
+        while True:
+            async with self._chosen(tried, key) as member:
+                try:
+                    return await work(member)
+                except (ServerLost, ServerDraining):
+                    if len(tried) == tries:
+                        raise
+
+    @asynccontextmanager
+    async def _chosen(self, tried: list[Member], key: str | None) -> AsyncIterator[Member]:
+        """A server that answers and was not tried yet. Raises ServerUnavailable if there is none.
+
+        Like a client of one server, it waits for one that still starts, unless one has answered before.
+        """
+        if not self._members and self._refreshed < 0:
+            raise EnvdError("SandboxClient is not open: use it as `async with open_client(address) as client`")
+        deadline = time.monotonic() + RPC_GRACE_S
+        while True:
+            await self._refresh()
+            member = self._best(tried, key)
+            if member is None:
+                if self._met_any or time.monotonic() > deadline:
+                    raise ServerUnavailable(self._all_lost())
+                await asyncio.sleep(_AGAIN_S)
+                tried.clear()
+                continue
+            tried.append(member)
+            with member.working():  # counted at once, so that those who choose meanwhile see it
+                if await member.serves():
+                    self._met_any = True
+                    yield member
+                    return
+
+    def _best(self, tried: Sequence[Member], key: str | None) -> Member | None:
+        left = [each for each in self._members.values() if each.listed and each not in tried]
+        if key is not None:
+            rank = {each.address: hashlib.sha256(f"{key} {each.address}".encode()).digest() for each in left}
+            return min(left, key=lambda each: (each.is_out, rank[each.address]), default=None)
+        random.shuffle(left)
+        # those that are left out come last: when nobody else is left they are asked before giving up
+        return min(left, key=lambda each: (each.is_out, each.load), default=None)
+
+    async def _refresh(self) -> None:
+        """Bring the members in line with the list, unless that was done a moment ago."""
+        async with self._refreshing:
+            if time.monotonic() - self._refreshed < REFRESH_S and not self._lost_one():
+                return
+            addresses, self._faults = await servers_of(self._entries)
+            self._refreshed = time.monotonic()
+            for address in sorted(addresses - self._members.keys()):
+                member = Member(address)
+                self._members[address] = await member.__aenter__()
+            for address, member in list(self._members.items()):
+                # a failing name service takes no server away
+                member.listed = address in addresses or bool(self._faults)
+                if not member.listed and not member.load:
+                    del self._members[address]
+                    await member.__aexit__(None, None, None)
+
+    def _lost_one(self) -> bool:
+        recent = time.monotonic() - self._refreshed > 1.0
+        return recent and any(each.is_out for each in self._members.values())
+
+    def _all_lost(self) -> str:
+        listed = [each for each in self._members.values() if each.listed]
+        reasons = [f"{each.address}: {each.fault or 'it failed just now'}" for each in listed]
+        reasons += self._faults
+        return (
+            f"none of the {len(listed)} envd servers of {self.address} can be used ({'; '.join(reasons)}): check that"
+            " `python -m envd serve` runs there"
+        )

@@ -1,0 +1,141 @@
+"""One server of a list: its load, and whether it answers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped, unused-ignore]
+
+from contracts.retries import backoff_s
+from envd.client import SandboxClient
+from envd.connection import Metadata
+from envd.errors import ServerDraining, ServerLost, ServerUnavailable
+
+PROBE_S = 3.0
+"""Longest wait for a health check."""
+_FIRST_OUT_S, _LONGEST_OUT_S = 1.0, 30.0
+_CREATE, _DELETE = "sandboxes.Create", "sandboxes.Delete"
+_log = logging.getLogger(__name__)
+
+
+class Member(SandboxClient):
+    """A client of one server that raises ServerLost where the connection broke or the server does not answer at all."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(address)
+        self.listed = True
+        """Whether the list still names it."""
+        self.met = False
+        """Whether it serves, by its last answer."""
+        self.fault = ""
+        """Why it is left out."""
+        self.templates: set[str] = set()
+        """Digests of the templates that it has been given."""
+        self._open_ids: set[str] = set()
+        self._pending = 0
+        self._failures, self._out_until = 0, 0.0
+        self._probing: asyncio.Task[bool] | None = None
+
+    def _open(self, channel: grpc.aio.Channel) -> None:
+        super()._open(channel)
+        self._health = health_pb2_grpc.HealthStub(channel)
+
+    @property
+    def load(self) -> int:
+        """Sandboxes of this client on the server, with creations and verifications in progress."""
+        return len(self._open_ids) + self._pending
+
+    @property
+    def is_out(self) -> bool:
+        """Whether it is left out at present."""
+        return time.monotonic() < self._out_until
+
+    def has(self, sandbox_id: str) -> bool:
+        """Whether a sandbox of this client lives there."""
+        return sandbox_id in self._open_ids
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Count one creation or verification for the duration of the block."""
+        self._pending += 1
+        try:
+            yield
+        finally:
+            self._pending -= 1
+
+    async def serves(self) -> bool:
+        """Whether it serves: by its last answer, else by a health check, which concurrent callers share."""
+        return self.met or await self._probed()
+
+    async def provide(self, digest: str, files: Mapping[str, bytes] | None) -> None:
+        """Give it a template that it does not have yet. files: None if the client was not given them."""
+        if digest not in self.templates and files is not None:
+            await self.put_template(files)
+            self.templates.add(digest)
+
+    async def ask(
+        self,
+        method: str,
+        request: Any,
+        timeout_s: float | None = None,
+        key: str | None = None,
+        metadata: Metadata = (),
+    ) -> Any:
+        """See SandboxClient.ask. Raises ServerLost also."""
+        try:
+            reply = await super().ask(method, request, timeout_s, key, metadata)
+        except ServerDraining as error:
+            self.leave_out(str(error))
+            raise
+        except ServerUnavailable as error:
+            if not await self._probed() or _is_broken(error):
+                raise ServerLost(f"lost the envd server {self.address}: {error}") from error
+            raise
+        finally:
+            if method == _DELETE:
+                self._open_ids.discard(request.sandbox_id)
+        if method == _CREATE:
+            self._open_ids.add(reply.sandbox_id)
+        return reply
+
+    def leave_out(self, fault: str) -> None:
+        """Leave it out for a while, longer after each failure in a row."""
+        if self.met or not self._failures:
+            _log.warning("envd server %s is left out: %s", self.address, fault)
+        self._failures += 1
+        self.fault, self.met = fault, False
+        self._out_until = time.monotonic() + backoff_s(min(self._failures, 10), _FIRST_OUT_S, _LONGEST_OUT_S)
+        self.templates.clear()  # a server that comes back may have been restarted
+
+    async def _probed(self) -> bool:
+        if self._probing is None or self._probing.done():
+            self._probing = asyncio.create_task(self._probe())
+        return await asyncio.shield(self._probing)
+
+    async def _probe(self) -> bool:
+        try:
+            reply = await self._health.Check(health_pb2.HealthCheckRequest(), timeout=PROBE_S)
+        except grpc.aio.AioRpcError as error:
+            self.leave_out(f"it does not answer ({error.details() or error.code().name})")
+            self._open_ids.clear()
+            return False
+        if reply.status != health_pb2.HealthCheckResponse.SERVING:
+            self.leave_out("it is draining or still starting")
+            return False
+        if self._failures:
+            _log.warning("envd server %s serves again", self.address)
+        self.caller.expect_answers()
+        self.met, self._failures, self._out_until = True, 0, 0.0
+        return True
+
+
+def _is_broken(error: ServerUnavailable) -> bool:
+    """Whether the connection broke, as opposed to a call that took too long on a server that works."""
+    cause = error.__cause__
+    return isinstance(cause, grpc.aio.AioRpcError) and cause.code() is grpc.StatusCode.UNAVAILABLE

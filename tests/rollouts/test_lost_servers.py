@@ -1,0 +1,302 @@
+"""Rollouts and verdicts over several envd servers: spread evenly, and played again when a server is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import tempfile
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from envd_servers import Server
+from rollouts_script import POLICY, GraderByDiff, ScriptedEngine, call, make_plan, make_tasks, one_file_task
+
+from contracts.artifacts import Artifact
+from contracts.chat import ChatTokenizer, ToolCallText
+from contracts.episodes import Outcome, Slot
+from contracts.errors import InfraFault
+from contracts.store import LocalStore
+from curation.verify import Verifier
+from envd.client import Limits, SandboxClient, ServerLost, ToolCall
+from envd.errors import ServerUnavailable
+from envd.fleet import FleetClient, open_client
+from envd.operations.client import OperationsClient
+from inference.rollouts.config import RolloutConfig
+from inference.rollouts.episode import Player, play_episode
+from inference.rollouts.merge import merge_groups
+from inference.rollouts.worker import run_shard
+from inference.rollouts.workspace import Workspaces
+from resources.experiment import SandboxesConfig
+from resources.sandboxes import SandboxesResource
+
+TURNS = 4
+FILES = {"m.py": b"def f(): return 1\n"}
+FIX = b"""diff --git a/m.py b/m.py
+--- a/m.py
++++ b/m.py
+@@ -1,2 +1,2 @@
+-def f(): return 1
++def f(): return 2
+ # 0
+"""
+
+
+@pytest.fixture
+def servers() -> Iterator[list[Server]]:
+    """Three running servers."""
+    with ExitStack() as stack:
+        started = []
+        for _ in range(3):
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="envd"))
+            started.append(Server(Path(folder)))
+            stack.callback(started[-1].kill)
+            started[-1].start()
+        yield started
+
+
+def joined(servers: Sequence[Server]) -> str:
+    return ",".join(each.address for each in servers)
+
+
+def over(servers: Sequence[Server], work: Callable[[FleetClient], Awaitable[Any]]) -> Any:
+    async def run() -> Any:
+        async with FleetClient(joined(servers)) as client:
+            return await work(client)
+
+    return asyncio.run(run())
+
+
+def slow_fix(turn: int, seed: int) -> Sequence[ToolCallText] | str:
+    """Reads and sleeps for some turns, then edits the right way for half of the seeds."""
+    new = "def f(): return 2" if seed % 2 else "def f(): return 3"
+    turns: list[Sequence[ToolCallText] | str] = [[call("exec", command="sleep 0.1; cat m.py")]] * TURNS
+    return [*turns, [call("edit", path="m.py", line=1, new=new)], "done"][turn]
+
+
+def sample(address: str, store: LocalStore, tokenizer: ChatTokenizer, during: Callable[[], None]) -> Artifact:
+    """Rollouts of 8 groups. during: called once some episodes are in flight."""
+    tasks = make_tasks(8)
+    plan = make_plan(tasks, 8, group_size=4, concurrency=16, refill=True, max_turn_tokens=300, max_tokens=3000)
+
+    async def disturb() -> None:
+        await asyncio.sleep(1)
+        await asyncio.to_thread(during)
+
+    async def run() -> None:
+        async with open_client(address) as client:
+            disturbing = asyncio.create_task(disturb())
+            await run_shard(
+                plan,
+                0,
+                engine=ScriptedEngine(tokenizer, slow_fix, delay_s=0.1),
+                sandboxes=client,
+                tokenizer=tokenizer,
+                tasks=tasks,
+                store=store,
+                grader=GraderByDiff(),
+            )
+            await disturbing
+
+    asyncio.run(run())
+    return merge_groups(plan, store)
+
+
+async def live(server: Server) -> int:
+    async with OperationsClient(server.address) as client:
+        return (await client.info()).live
+
+
+def test_sandboxes_and_verifications_are_spread_evenly(servers: list[Server]) -> None:
+    async def work(client: FleetClient) -> None:
+        template = await client.put_template(FILES)
+        boxes = await asyncio.gather(*(client.create(template) for _ in range(12)))
+        assert [await live(each) for each in servers] == [4, 4, 4]
+        await asyncio.gather(*(box.close() for box in boxes if box.server.address == servers[0].address))
+        assert client.loads[servers[0].address] == 0
+        further = await asyncio.gather(*(client.create(template) for _ in range(4)))
+        assert {box.server.address for box in further} == {servers[0].address}
+        await asyncio.gather(*(box.close() for box in (*boxes, *further)))
+        assert set(client.loads.values()) == {0} and [await live(each) for each in servers] == [0, 0, 0]
+
+    over(servers, work)
+
+
+def test_a_server_killed_in_mid_rollout_changes_no_digest_and_scores_nothing_0(
+    servers: list[Server], tokenizer: ChatTokenizer, tmp_path: Path
+) -> None:
+    undisturbed = sample(servers[0].address, LocalStore(tmp_path / "a"), tokenizer, lambda: None)
+    disturbed = sample(joined(servers), LocalStore(tmp_path / "b"), tokenizer, servers[1].kill)
+    assert disturbed.ref.digest == undisturbed.ref.digest
+    assert disturbed.meta["infra_errors"] == 0
+    rows = disturbed.table("episodes.parquet").to_pylist()
+    assert {row["outcome"] for row in rows} == {"completed"} and len(rows) >= 32
+    retries = disturbed.table("telemetry.parquet").column("retries").to_pylist()
+    assert sum(retries) > 0, "the kill met episodes in flight"
+
+
+@pytest.mark.parametrize("profile", ["throughput", "deterministic"])
+@pytest.mark.parametrize("when", ["between calls", "during a call"])
+def test_an_episode_whose_server_is_lost_is_played_on_another_and_not_blamed_on_its_agent(
+    profile: str, when: str, servers: list[Server], tokenizer: ChatTokenizer
+) -> None:
+    killed: list[str] = []
+
+    async def work(client: FleetClient) -> Any:
+        def script(turn: int, seed: int) -> Sequence[ToolCallText] | str:
+            if turn == 1 and not killed:
+                (address,) = (address for address, load in client.loads.items() if load)
+                killed.append(address)
+                victim = next(each for each in servers if each.address == address)
+                if when == "between calls":
+                    victim.kill()
+                else:
+                    asyncio.get_running_loop().call_later(0.3, victim.kill)
+                    return [call("exec", command="sleep 2")]
+            return [[call("read", path="m.py")], [call("read", path="m.py")], "done"][turn]
+
+        settings = RolloutConfig.model_validate({"max_tokens": 4000, "max_turn_tokens": 600, "profile": profile})
+        workspaces = Workspaces(client, Limits(), settings.episode_timeout_s)
+        engine = ScriptedEngine(tokenizer, script)
+        player = Player(engine, workspaces, tokenizer, settings, POLICY.digest, "k", asyncio.Semaphore(1))
+        return await play_episode(player, one_file_task(0), Slot("test", "0001", "g", "task-000", 0, 5), "g")
+
+    episode = over(servers, work)
+    assert (episode.outcome, episode.failure) == (Outcome.COMPLETED, None)
+    assert episode.telemetry["retries"] == 1
+
+
+def test_a_server_that_comes_back_is_used_again(servers: list[Server]) -> None:
+    async def work(client: FleetClient) -> None:
+        template = await client.put_template(FILES)
+        boxes = [await client.create(template) for _ in range(3)]
+        servers[1].kill()
+        lost = next(box for box in boxes if box.server.address == servers[1].address)
+        with pytest.raises(ServerLost, match="lost the envd server"):
+            await lost.call(ToolCall("exec", {"command": "true"}))
+        others = [await client.create(template) for _ in range(4)]
+        assert servers[1].address not in {box.server.address for box in others}
+        await asyncio.to_thread(servers[1].start)
+        async with asyncio.timeout(30):
+            while (await client.create(template)).server.address != servers[1].address:
+                await asyncio.sleep(0.2)
+
+    over(servers, work)
+
+
+def test_a_verification_whose_server_is_lost_runs_on_another(servers: list[Server]) -> None:
+    task = one_file_task(0)
+
+    async def work(client: FleetClient) -> None:
+        verifier = Verifier(client, None)
+        servers[0].kill()
+        verdicts = await asyncio.gather(*(verifier.grade(task, diff) for diff in (FIX, b"")))
+        assert [verdict.solved for verdict in verdicts] == [True, False]
+        assert all(verdict.exit == "completed" for verdict in verdicts)
+
+    over(servers, work)
+
+
+def test_all_servers_lost_is_one_error_that_names_them(servers: list[Server]) -> None:
+    async def work(client: FleetClient) -> None:
+        template = await client.put_template(FILES)
+        for each in servers:
+            each.kill()
+        with pytest.raises(ServerUnavailable) as raised:
+            await client.create(template)
+        assert all(each.address in str(raised.value) for each in servers) and "none of the 3" in str(raised.value)
+        assert "\n" not in str(raised.value)
+        with pytest.raises(InfraFault, match="none of the 3 envd servers"):
+            await Workspaces(client, Limits(), 60).start(one_file_task(0))
+
+    over(servers, work)
+
+
+def test_a_server_that_still_starts_is_waited_for(servers: list[Server]) -> None:
+    for each in servers:
+        each.kill()
+
+    async def work(client: FleetClient) -> None:
+        starting = asyncio.create_task(asyncio.to_thread(servers[2].start))
+        template = await client.put_template(FILES)
+        assert (await client.create(template)).server.address == servers[2].address
+        await starting
+
+    over(servers, work)
+
+
+async def _named(monkeypatch: pytest.MonkeyPatch, addresses: list[str]) -> None:
+    """Have the name `envd.test` stand for these hosts."""
+    known = asyncio.get_running_loop().getaddrinfo
+
+    async def answer(host: Any, port: Any, **options: Any) -> Any:
+        if host != "envd.test":
+            return await known(host, port, **options)
+        if not addresses:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (each, port)) for each in addresses]
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", answer)
+
+
+def test_a_name_stands_for_all_its_addresses_and_is_resolved_again_when_a_server_is_lost(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    hosts = ["127.0.0.1", "127.0.0.2"]
+    servers = [Server(tmp_path / host, listen=f"{host}:{port}") for host in (*hosts, "127.0.0.3")]
+
+    async def run() -> None:
+        await _named(monkeypatch, hosts)
+        async with open_client(f"dns:envd.test:{port}") as client:
+            assert isinstance(client, FleetClient)
+            template = await client.put_template(FILES)
+            boxes = [await client.create(template) for _ in range(4)]
+            assert set(client.loads) == {f"{host}:{port}" for host in hosts} and set(client.loads.values()) == {2}
+            servers[0].kill()
+            hosts[:] = ["127.0.0.2", "127.0.0.3"]
+            lost = next(box for box in boxes if box.server.address == servers[0].address)
+            with pytest.raises(ServerLost):
+                await lost.status()
+            async with asyncio.timeout(30):
+                while (await client.create(template)).server.address != servers[2].address:
+                    await asyncio.sleep(0.1)
+            assert servers[0].address not in client.loads
+
+    try:
+        for each in servers:
+            each.start()
+        asyncio.run(run())
+    finally:
+        for each in servers:
+            each.kill()
+
+
+def test_one_address_is_an_ordinary_client() -> None:
+    for address in ("unix:/tmp/s", "host:7400", "127.0.0.1:7400"):
+        assert type(open_client(address)) is SandboxClient
+    assert type(open_client("a:1,b:1")) is type(open_client("dns:envd:7400")) is FleetClient
+
+
+@pytest.mark.parametrize("address", ["a:1,", ",", "dns:envd", "dns::7400", "a:1,dns:envd:70000"])
+def test_an_entry_that_is_not_an_address_is_refused_by_name(address: str) -> None:
+    with pytest.raises(Exception, match=r"is not an address: write unix:/path, host:port or dns:NAME:PORT"):
+        open_client(address)
+
+
+def test_an_experiment_without_an_address_uses_the_servers_that_the_environment_names(
+    servers: list[Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRIPLANE_ENVD", joined(servers))
+
+    async def run() -> None:
+        async with SandboxesResource().client(SandboxesConfig()) as client:
+            template = await client.put_template(FILES)
+            boxes = [await client.create(template) for _ in servers]
+            assert {box.server.address for box in boxes} == {each.address for each in servers}
+
+    asyncio.run(run())
