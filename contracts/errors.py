@@ -54,6 +54,10 @@ class InfraFault(TriplaneError):
     """An engine, a sandbox, a judge or their server failed, not the policy. Retried, never scored."""
 
 
+class NameUnresolved(InfraFault):
+    """A DNS name of servers has no address at the moment."""
+
+
 def describe(error: OSError) -> str:
     """One line for an unexpected system error: the failure, the thing, and the fix."""
     said = error.strerror or (os.strerror(error.errno) if error.errno else str(error))

@@ -51,8 +51,9 @@ def open_engine(spec: EngineConfig, directory: Path, version: str, keeper: VllmK
         return spec.load()(spec.options, directory, version)
     if isinstance(spec, VllmConfig):
         from inference.engines.vllm import VllmEngine
+        from inference.engines.vllm_policy import PolicyDirectory
 
-        return VllmEngine(spec, directory, version, keeper)
+        return VllmEngine(spec, PolicyDirectory(directory, version), keeper)
     if isinstance(spec, OpenAIConfig):
         from inference.engines.openai import OpenAIEngine
 

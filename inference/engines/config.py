@@ -7,8 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from contracts.addresses import Address, parse_addresses
+from contracts.errors import ConfigError
 from contracts.precision import Forward
 from inference.engines.base import Engine
 from inference.engines.matching import vllm_mismatch
@@ -87,8 +89,14 @@ class VllmConfig(_RemoteConfig):
 
     kind: Literal["vllm"] = "vllm"
     base_url: str | None = None
-    """Root URL of a running server, e.g. http://host:8000, that can read the store's files. null: start a server on
-    this machine for the run.
+    """Root URL of a running server, e.g. http://host:8000, that can read the store's files. Several, as a list or
+    separated by commas, or dns:NAME:PORT (every address of a DNS name) are a fleet: each policy is loaded into every
+    server. null: start a server on this machine for the run.
+    """
+    weights_port: int | None = Field(default=None, ge=1, le=65535)
+    """Port of `python -m inference weights` at the host of each server, which pulls policies from the store. Its key is
+    in the file $TRIPLANE_WEIGHTS_KEY_FILE, if it asks for one. null: servers read this machine's files under the same
+    paths.
     """
     python: str = "python"
     """Python interpreter of the environment with vLLM, for a server started here."""
@@ -100,11 +108,17 @@ class VllmConfig(_RemoteConfig):
     """GPUs of a server started here (CUDA_VISIBLE_DEVICES), locked for one server at a time; empty: all."""
     tensor_parallel: int = Field(default=1, ge=1, le=64)
     """Tensor-parallel size: GPUs (or CPU workers) of a server started here."""
-    idle: Literal["keep", "sleep", "stop"] = "keep"
+    idle: Literal["keep", "sleep", "stop", "scale"] = "keep"
     """What the server does with its GPUs while training runs. keep: nothing. sleep: vLLM's sleep level 2, which frees
-    weights and cache; a server at `base_url` needs --enable-sleep-mode. stop: end the server. After sleep and stop the
-    next policy is loaded from its files and verified.
+    weights and cache; a server at `base_url` needs --enable-sleep-mode. stop: end the server. scale: scale `statefulset`
+    to 0. The next policy is then loaded from its files and verified.
     """
+    statefulset: str | None = Field(default=None, pattern=r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$", max_length=253)
+    """StatefulSet of the servers of `base_url`, for idle: scale. Its namespace is $TRIPLANE_KUBERNETES_NAMESPACE, else
+    that of this pod or kubeconfig.
+    """
+    replicas: int = Field(default=1, ge=1, le=4096)
+    """Servers of `statefulset` during a lease, for idle: scale."""
     weights: Literal["auto", "fp8", "dequantized"] = "auto"
     """Weights that the server loads: the FP8 checkpoint, or a float32 copy of it in $TRIPLANE_CACHE. auto: the copy on
     a CPU, where vLLM can't load FP8 blocks.
@@ -133,11 +147,40 @@ class VllmConfig(_RemoteConfig):
     max_restarts: int = Field(default=2, ge=0, le=100)
     """Maximum restarts of a server that died, per lease."""
 
+    @field_validator("base_url", mode="before")
+    @classmethod
+    def _joined(cls, value: Any) -> Any:
+        return ",".join(str(each) for each in value) if isinstance(value, list | tuple) else value
+
     @model_validator(mode="after")
-    def _can_stop(self) -> Self:
+    def _consistent(self) -> Self:
         if self.idle == "stop" and self.base_url is not None:
             raise ValueError(f"idle stop, but the server at {self.base_url} is not started here: use sleep or keep")
+        if self.idle == "scale" and (self.statefulset is None or self.base_url is None):
+            raise ValueError("idle scale needs statefulset, and base_url with its headless Service: dns:NAME:8000")
+        if self.statefulset is not None and self.idle != "scale":
+            raise ValueError(f"statefulset {self.statefulset} has no effect with idle {self.idle}: set idle: scale")
+        if self.weights_port is not None and self.base_url is None:
+            raise ValueError("weights_port needs base_url: a server started here reads the files of this machine")
+        try:
+            self.addresses()
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
         return self
+
+    def addresses(self) -> list[Address]:
+        """Addresses in `base_url`, names included. Raises ConfigError."""
+        return parse_addresses(self.base_url, "engine.base_url") if self.base_url is not None else []
+
+    @property
+    def is_fleet(self) -> bool:
+        """Whether the servers of `base_url` are a fleet: several, found by name, with sidecars, or scaled."""
+        found = self.addresses()
+        return (
+            len(found) > 1
+            or any(each.is_name for each in found)
+            or (self.weights_port is not None or self.idle == "scale")
+        )
 
     @property
     def records_routing(self) -> bool:

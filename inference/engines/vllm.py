@@ -12,35 +12,33 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
-import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from contracts.adapters import FOLDER
 from contracts.errors import SchemaError
-from contracts.precision import Forward, forward_of
 from contracts.routing import Routes, decode_routes
 from inference.engines.base import Completion, FinishReason, SamplingParams
 from inference.engines.config import VllmConfig
 from inference.engines.http import SEED_BITS, JsonClient
-from inference.engines.matching import vllm_mismatch
 from inference.engines.vllm_keeper import HEALTH_S, VllmKeeper
-from inference.engines.vllm_plain import checkpoint_bytes, is_quantized_checkpoint, plain_checkpoint
-from inference.engines.vllm_probes import make_probes
-from inference.engines.vllm_update import Policy, is_asleep, load_policy, prove_policy, score, served_version, serves
+from inference.engines.vllm_policy import PolicyDirectory, PolicyFiles, Prepared, Preparer, served_directory
+from inference.engines.vllm_update import is_asleep, load_policy, prove_policy, score, served_version, serves
 from inference.errors import EngineError, EngineStopped, EngineUnreachable, RequestTooLong, StaleVersion, WeightsDiffer
 
-TOLERANCE = {"dequantized": 1e-4, "fp8": 0.5}
-"""Tolerance of probes. Two float32 implementations differ by some 1e-5; FP8 kernels that round activations change
-single tokens by tenths, a wrong order of experts by several nats.
-"""
 UNMARKED = "default"
 """vLLM's version of unmarked weights, i.e. those that it was started with."""
 _REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+Placer = Callable[[PolicyFiles, bool], Awaitable[Path]]
+"""Puts the files of a policy where the server reads them, and returns that folder. The flag: as float32 weights."""
 _log = logging.getLogger(__name__)
+
+
+async def _place_here(files: PolicyFiles, plain: bool) -> Path:
+    """Place the files on this machine, whose disk the server shares."""
+    return await asyncio.to_thread(served_directory, files, plain)
 
 
 class VllmEngine:
@@ -49,8 +47,21 @@ class VllmEngine:
     Belongs to one event loop. `keeper` outlives it; without a keeper, a server that it starts ends with it.
     """
 
-    def __init__(self, config: VllmConfig, directory: Path, version: str, keeper: VllmKeeper | None = None) -> None:
-        self._config, self._directory, self._version = config, directory, version
+    def __init__(
+        self,
+        config: VllmConfig,
+        files: PolicyFiles,
+        keeper: VllmKeeper | None = None,
+        *,
+        preparer: Preparer | None = None,
+        place: Placer = _place_here,
+        waits: bool = True,
+    ) -> None:
+        """preparer: shared by several engines. waits: whether a call to an external server that failed waits until the
+        server is well again, before its error is raised.
+        """
+        self._config, self._files, self._version = config, files, files.version
+        self._preparer, self._place, self._waits = preparer or Preparer(config), place, waits
         self._keeper = keeper or VllmKeeper(config)
         self._owns_keeper = keeper is None
         self._client: JsonClient | None = None
@@ -92,7 +103,8 @@ class VllmEngine:
         try:
             answer = await client.call("POST", "/inference/v1/generate", body)
         except (EngineUnreachable, EngineStopped):
-            await self._recovered(client)
+            if self._waits:
+                await self._recovered(client)
             raise
         return self._completion(answer, routed=params.routing_from is not None)
 
@@ -115,9 +127,33 @@ class VllmEngine:
 
         New requests wait; those in flight finish with the old weights, or end with "abort".
         """
+        await self.load(PolicyDirectory(directory, version))
+
+    async def load(self, files: PolicyFiles) -> None:
+        """Like `load_weights`, for files that are wherever `files` says."""
         async with self._lock:
-            self._directory, self._version, self._ready = directory, version, False
+            self._files, self._version, self._ready = files, files.version, False
             await self._attach()
+
+    def doubt(self) -> None:
+        """Prove the server's weights again before its next use."""
+        self._ready = False
+
+    async def check(self, timeout_s: float) -> None:
+        """Check that the server replies in time and names the policy.
+
+        Raises EngineUnreachable, or StaleVersion for another policy.
+        """
+        assert self._client is not None, "checked after it was attached"
+        try:
+            async with asyncio.timeout(timeout_s):
+                found = await served_version(self._client)
+        except TimeoutError:
+            raise EngineUnreachable(f"{self._client.base} did not reply within {timeout_s:g} s") from None
+        if found == UNMARKED:
+            raise EngineUnreachable(f"{self._client.base} was restarted")
+        if found != self._version:
+            raise StaleVersion(f"{self._client.base} serves {found[:24]}, not policy {self._version[:12]}")
 
     async def version(self) -> str:
         """See Engine.version. Attaches first, so that it returns the requested version or raises."""
@@ -154,10 +190,11 @@ class VllmEngine:
     async def _adopt(self, address: str) -> bool:
         """Load the policy into the running server. Returns False if that failed and another server may be started."""
         client = await self._connect(address)
-        policy = await self._policy(client)
+        prepared = await self._prepared(client)
         try:
             asleep = self._config.idle == "sleep" and await is_asleep(client)
-            if asleep or not await serves(client, policy.version):
+            if asleep or not await serves(client, prepared.version):
+                policy = prepared.at(await self._place(self._files, prepared.plain))
                 await load_policy(client, policy, self._config.drain_s, asleep=asleep)
             await self._welcome(client)
         except (WeightsDiffer, EngineUnreachable, EngineStopped) as error:
@@ -168,7 +205,8 @@ class VllmEngine:
         return True
 
     async def _start_afresh(self) -> None:
-        policy = await self._policy(None)
+        prepared = await self._prepared(None)
+        policy = prepared.at(await self._place(self._files, prepared.plain))
         client = await self._connect(await self._keeper.start(policy.served))
         try:
             await prove_policy(client, policy)
@@ -194,49 +232,18 @@ class VllmEngine:
             )
         return self._client
 
-    async def _policy(self, client: JsonClient | None) -> Policy:
-        """Policy to load with its expected replies. client: of a running server."""
+    async def _prepared(self, client: JsonClient | None) -> Prepared:
+        """Expected replies of a server of the policy. client: of a running server."""
         plain = self._config.weights == "dequantized"
         if self._config.weights == "auto":
             plain = await self._is_cpu(client)
-        return await asyncio.to_thread(self._prepare, plain)
+        return await self._preparer.prepared(self._files, plain)
 
     async def _is_cpu(self, client: JsonClient | None) -> bool:
         if self._config.base_url is None or client is None:
             return await asyncio.to_thread(lambda: self._keeper.device) == "cpu"
         info = await client.call("GET", "/server_info")
         return "device_config=cpu" in str(info["vllm_config"])
-
-    def _prepare(self, plain: bool) -> Policy:
-        directory, config = self._directory, self._config
-        if (directory / FOLDER).exists() and not plain:
-            raise EngineError(
-                f"{directory} has a LoRA adapter, which vLLM serves merged into float32 weights only: set"
-                " engine.weights: dequantized"
-            )
-        copied = plain and is_quantized_checkpoint(directory)
-        forward = self._require_match(directory, plain)
-        served = plain_checkpoint(directory, self._version) if copied else directory
-        small = checkpoint_bytes(directory) <= config.probe_gigabytes * 1e9
-        if not small:
-            _log.warning(
-                "%s exceeds engine.probe_gigabytes: its tensors and layers are compared, its log-probabilities are not",
-                directory,
-            )
-        tolerance = config.tolerance or TOLERANCE["dequantized" if plain and not forward.rounds else "fp8"]
-        return Policy(
-            self._version, served.absolute(), make_probes(directory) if small else [], config.exact, tolerance
-        )
-
-    def _require_match(self, directory: Path, plain: bool) -> Forward:
-        """Recipe of the checkpoint. Raises EngineError if vLLM can't match it, unless the settings allow that."""
-        forward = forward_of(json.loads((directory / "config.json").read_text()))
-        reason = vllm_mismatch(forward, plain)
-        if reason is not None and self._config.unmatched == "refuse":
-            raise EngineError(f"{directory}: {reason}, or engine.unmatched to warn")
-        if reason is not None:
-            _log.warning("%s is served unmatched: %s", directory, reason)
-        return forward
 
     async def _recovered(self, client: JsonClient) -> None:
         """Wait until the server of `client` is replaced, if it is dead.

@@ -12,6 +12,7 @@ from contracts.precision import FORWARD, Forward
 from inference.engines.config import BuiltinConfig, OpenAIConfig, VllmConfig
 from inference.engines.matching import vllm_mismatch
 from inference.engines.vllm import VllmEngine
+from inference.engines.vllm_policy import PolicyDirectory
 from inference.engines.vllm_server import server_command, server_environment
 from inference.errors import EngineError
 from resources.errors import ExperimentError
@@ -77,7 +78,9 @@ def test_vllm_serves_dequantized_weights_of_w8_as_the_trainer_computes_them() ->
 
 @pytest.mark.anyio
 async def test_vllm_engine_refuses_before_it_starts_a_server(tmp_path: Path) -> None:
-    engine = VllmEngine(VllmConfig(weights="fp8", python="/nonexistent"), checkpoint(tmp_path, Forward("w8")), "v")
+    engine = VllmEngine(
+        VllmConfig(weights="fp8", python="/nonexistent"), PolicyDirectory(checkpoint(tmp_path, Forward("w8")), "v")
+    )
     with pytest.raises(EngineError, match=r"recipe w8 does not.*engine\.unmatched"):
         await engine.version()
     await engine.close()

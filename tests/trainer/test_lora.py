@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from contracts.artifacts import Artifact, ArtifactWriter, open_artifact
 from contracts.checkpoints import WEIGHTS, check_checkpoint
 from contracts.errors import SchemaError
 from inference.engines.config import VllmConfig
-from inference.engines.vllm import VllmEngine
+from inference.engines.vllm_policy import PolicyDirectory, Preparer
 from inference.engines.vllm_probes import score_rows
 from inference.engines.weights import read_weights
 from inference.errors import EngineError
@@ -199,9 +200,9 @@ def test_adapter_of_another_base_is_refused(world: World, base: TrainResult, tmp
 
 def test_vllm_in_fp8_refuses_an_adapter_that_it_would_not_serve(world: World, base: TrainResult) -> None:
     directory = opened(world, iterate(world, "one", base, lora=LORA)).directory()
-    engine = VllmEngine(VllmConfig(kind="vllm", base_url="http://127.0.0.1:9/v1", weights="fp8"), directory, "v")
+    preparer = Preparer(VllmConfig(kind="vllm", base_url="http://127.0.0.1:9", weights="fp8"))
     with pytest.raises(EngineError, match=r"has a LoRA adapter.*set engine\.weights: dequantized"):
-        engine._prepare(plain=False)
+        asyncio.run(preparer.prepared(PolicyDirectory(directory, "v"), plain=False))
 
 
 def test_unset_adapters_do_not_enter_action_keys() -> None:
