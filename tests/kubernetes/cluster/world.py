@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pwd
 import subprocess
 import time
 from collections.abc import Callable
@@ -59,6 +60,7 @@ class World:
         secrets = [secret(name, values) for name, values in {"triplane-s3": KEYS, **passwords}.items()]
         self.apply([*secrets, experiments(files), *s3_server(self.image, self.environment)])
         self.kubectl("rollout", "status", "deployment/s3", "--timeout=180s", timeout=200)
+        self.kubectl("label", "nodes", "--all", "--overwrite", "triplane/pool=sandboxes")
         self.apply(self.objects())
         for name in ("code", "webserver", "daemon"):
             self.kubectl("rollout", "status", f"deployment/{RELEASE}-{name}", "--timeout=600s", timeout=620)
@@ -85,6 +87,7 @@ class World:
             "postgres": {
                 "image": image | {"digest": ""},
                 "command": postgres_command(),
+                "runAsUser": pwd.getpwnam("postgres").pw_uid,
                 "storage": {"ephemeral": True},
                 "resources": small,
             },
@@ -92,7 +95,8 @@ class World:
             "extraEnv": self.environment,
             **{name: {"resources": small} for name in ("webserver", "daemon", "code")},
             "runs": {"resources": small},
-            "envd": {"image": image, "nodeSelector": {}, "resources": small, "pool": 2},
+            # containerd 1.6 has no user namespaces
+            "envd": {"image": image, "resources": small, "pool": 2, "privileged": True},
         }
         return render(_merged(values, self.values), RELEASE, self.namespace)
 
