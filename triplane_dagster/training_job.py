@@ -7,8 +7,8 @@ import dagster as dg
 from pydantic import Field
 
 from resources.experiment import Experiment
-from resources.launcher import require_launchable
 from resources.store import StoreResource
+from resources.training_launcher import require_launchable
 from triplane_dagster.jobs import EXPERIMENT_TAG, MAX_RETRIES_TAG
 from triplane_dagster.targets import end_target, request_target, unfinished_target
 
