@@ -10,9 +10,9 @@ from ops.results import Materialized, result
 from ops.step import begin
 from ops.training import training_numbers
 from resources.experiment import Experiment
-from resources.launcher import LocalLauncher
 from resources.progress import ProgressSink
 from resources.store import StoreResource
+from resources.training_launcher import TrainingLauncher
 
 
 def build(experiment: Experiment) -> dg.AssetsDefinition:
@@ -40,7 +40,7 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
     def base_policy(
         context: dg.AssetExecutionContext,
         store: StoreResource,
-        launcher: LocalLauncher,
+        launcher: TrainingLauncher,
         progress: dg.ResourceParam[ProgressSink],
     ) -> Materialized:
         policy = make_base(begin(context, experiment, spec, store.open(), progress), launcher)

@@ -14,10 +14,10 @@ from ops.results import Materialized, link, result
 from ops.step import Step, begin
 from ops.training import train_iteration, training_numbers, training_records
 from resources.experiment import Experiment
-from resources.launcher import LocalLauncher
 from resources.progress import ProgressSink
 from resources.sampler import SamplerResource
 from resources.store import StoreResource
+from resources.training_launcher import TrainingLauncher
 
 
 def build(experiment: Experiment) -> dg.AssetsDefinition:
@@ -56,7 +56,7 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
     def checkpoint(
         context: dg.AssetExecutionContext,
         store: StoreResource,
-        launcher: LocalLauncher,
+        launcher: TrainingLauncher,
         sampler: SamplerResource,
         progress: dg.ResourceParam[ProgressSink],
         **given: ArtifactRef,

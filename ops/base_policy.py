@@ -11,7 +11,7 @@ from ops.fork import source_inputs
 from ops.step import Step
 from ops.training import warm_start
 from resources.experiment import ImportedBase
-from resources.launcher import Launcher
+from resources.launch import Launcher
 
 
 def make_base(step: Step, launcher: Launcher) -> Artifact:

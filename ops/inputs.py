@@ -26,9 +26,9 @@ from ops.state import TRAINING_START, IterationInputs, IterationState, Start, re
 from ops.step import Step
 from resources.errors import IterationRefused, NotMaterialized, RegistryError
 from resources.experiment import Experiment
-from resources.launcher import require_launchable
 from resources.refs import read_artifact
 from resources.registry import Registry
+from resources.training_launcher import require_launchable
 
 
 class PromptsDrawn(Frozen):

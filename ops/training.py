@@ -15,7 +15,7 @@ from ops.results import numbers
 from ops.step import Step
 from resources.errors import LaunchFailed, LaunchKilled
 from resources.experiment import SftBase
-from resources.launcher import Launcher
+from resources.launch import Launch, Launcher
 from trainer.config import SNAPSHOT, SNAPSHOT_JOB, RlJob, SftJob
 
 METRIC_NAMES = {"lr": "learning_rate", "old_kl": "KL to the acting policy", "tis_mean": "importance_weight_mean"}
@@ -99,8 +99,8 @@ def _train(step: Step, launcher: Launcher, job: SftJob | RlJob, steps: int, take
     """Run `job` unless its result exists. steps: maximum number of optimizer steps; taken: steps that its start has
     taken.
     """
-    found = find_artifact(step.store, "checkpoint", job.key)
-    if found is not None and find_artifact(step.store, "trainer_state", job.key) is not None:
+    found = _result(step.store, job)
+    if found is not None:
         _drop_snapshots(step.store, job)
         return found
     where = step.experiment.trainer.launcher
@@ -110,26 +110,36 @@ def _train(step: Step, launcher: Launcher, job: SftJob | RlJob, steps: int, take
         if "step" in metrics:
             step.progress.update("training", metrics["step"] - taken, steps, **numbers(metrics))
 
-    command = [sys.executable, "-m", "trainer", "--job", job.model_dump_json()]
-    for launch in range(1, LAUNCHES + 1):
+    launch = Launch(
+        [sys.executable, "-m", "trainer", "--job", job.model_dump_json()],
+        nodes=where.nodes,
+        gpus=where.gpus,
+        timeout_s=where.timeout_s,
+        kind=where.kind,
+        key=job.key,
+        experiment=step.experiment.name,
+        store=step.store,
+        placement=step.experiment.placement.trainer,
+        is_done=lambda: _result(step.store, job) is not None,
+    )
+    for number in range(1, LAUNCHES + 1):
         try:
-            launcher.run(
-                step.context,
-                command,
-                nodes=where.nodes,
-                gpus=where.gpus,
-                timeout_s=where.timeout_s,
-                on_message=on_message,
-            )
+            launcher.run(step.context, launch, on_message)
             break
         except LaunchKilled as error:
-            if launch == LAUNCHES:
+            if number == LAUNCHES:
                 raise
             step.context.log.warning(f"{error}; launching it again: it continues from its last snapshot")
-            time.sleep(backoff_s(launch, 1.0))
-    found = find_artifact(step.store, "checkpoint", job.key)
-    if found is None or find_artifact(step.store, "trainer_state", job.key) is None:
+            time.sleep(backoff_s(number, 1.0))
+    found = _result(step.store, job)
+    if found is None:
         raise LaunchFailed(
             f"training {job.key[:12]} ended without a checkpoint in {step.store.url}: read the run's log"
         )
     return open_artifact(step.store, found.ref)
+
+
+def _result(store: Store, job: SftJob | RlJob) -> Artifact | None:
+    """The checkpoint, if it and its trainer state are committed."""
+    found = find_artifact(store, "checkpoint", job.key)
+    return found if find_artifact(store, "trainer_state", job.key) is not None else None

@@ -31,12 +31,13 @@ def sandboxes(experiment: Experiment) -> str:
 
 def launcher(experiment: Experiment) -> str:
     """Machines of the training, and whether the launcher accepts them."""
-    from resources.launcher import local_refusal  # imports Dagster, which is not needed to list the steps
+    # imports Dagster, which is not needed to list the steps
+    from resources.training_launcher import chosen_kind, launch_refusal
 
     found = experiment.trainer.launcher
     device = f"{found.gpus} GPU(s)" if found.gpus else "CPU"
-    refusal = local_refusal(found.nodes, found.gpus)
-    place = f"{found.kind} launcher, {found.nodes} node(s), {device}"
+    refusal = launch_refusal(experiment)
+    place = f"{chosen_kind(found.kind)} launcher, {found.nodes} node(s), {device}"
     return f"{place}: WILL BE REFUSED ({refusal})" if refusal else place
 
 

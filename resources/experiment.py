@@ -123,13 +123,18 @@ class SandboxesConfig(Section):
     """Resource limits of one episode's sandbox."""
 
 
+LauncherKind = Literal["auto", "local", "kubernetes"]
+
+
 class LauncherConfig(BackendConfig):
     """Where training runs."""
 
-    kind: Literal["local"] = "local"
-    """local: a process on this machine."""
+    kind: LauncherKind = "auto"
+    """local: processes of this machine. kubernetes: pods of a cluster, one for each machine. auto: what
+    $TRIPLANE_LAUNCHER of the deployment names, else local.
+    """
     nodes: int = Field(default=1, ge=1, le=1024)
-    """Number of machines."""
+    """Number of machines; more than one needs kubernetes."""
     gpus: int = Field(default=0, ge=0, le=64)
     """GPUs per machine; 0 trains on the CPU. One training process for each GPU."""
     threads: int = Field(default=2, ge=1, le=1024)

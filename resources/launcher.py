@@ -1,4 +1,4 @@
-"""Launch training processes through one call: `run(command, nodes, gpus)` starts, watches and reaps them."""
+"""Launch training processes on this machine: start, watch and reap them."""
 
 from __future__ import annotations
 
@@ -7,44 +7,22 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 import dagster as dg
 from pydantic import Field
 
 from resources.channel import PIPES_BUCKET
 from resources.errors import LaunchFailed, LaunchKilled
-from resources.experiment import Experiment
 from resources.gpus import VISIBLE, local_gpus
+from resources.launch import Context, Launch, OnMessage
 from resources.pipes import open_channel
 from trainer.errors import LAST_WORDS
 from trainer.lifetime import PARENT_VARIABLE
 
-Context = dg.OpExecutionContext | dg.AssetExecutionContext
-OnMessage = Callable[[Mapping[str, Any]], None]
-
 _TAIL_LINES, _SHOWN = 15, 60
-
-
-class Launcher(Protocol):
-    """Protocol: runs a command to its end. The command reports through Dagster Pipes."""
-
-    def run(
-        self,
-        context: Context,
-        command: Sequence[str],
-        *,
-        nodes: int,
-        gpus: int,
-        timeout_s: float,
-        on_message: OnMessage,
-    ) -> list[Mapping[str, Any]]:
-        """Run a command; call `on_message` for each message on arrival. Returns all messages.
-
-        Raises LaunchFailed; LaunchKilled if somebody else killed it.
-        """
 
 
 class LocalLauncher(dg.ConfigurableResource[Any]):
@@ -60,18 +38,10 @@ class LocalLauncher(dg.ConfigurableResource[Any]):
         description=f"S3 bucket through which a child reports; empty: ${PIPES_BUCKET}, else a file of this machine",
     )
 
-    def run(
-        self,
-        context: Context,
-        command: Sequence[str],
-        *,
-        nodes: int,
-        gpus: int,
-        timeout_s: float,
-        on_message: OnMessage,
-    ) -> list[Mapping[str, Any]]:
+    def run(self, context: Context, launch: Launch, on_message: OnMessage) -> list[Mapping[str, Any]]:
         """See Launcher.run."""
-        refusal = local_refusal(nodes, gpus)
+        command, timeout_s = launch.command, launch.timeout_s
+        refusal = local_refusal(launch.nodes, launch.gpus)
         if refusal is not None:
             raise LaunchFailed(refusal)
         seen, deadline = 0, time.monotonic() + timeout_s
@@ -121,7 +91,10 @@ class LocalLauncher(dg.ConfigurableResource[Any]):
 def local_refusal(nodes: int, gpus: int) -> str | None:
     """Why the local launcher can't run this many nodes or GPUs, or None."""
     if nodes != 1:
-        return f"trainer.launcher.nodes={nodes}: the local launcher uses one machine; set it to 1"
+        return (
+            f"trainer.launcher.nodes={nodes}: the local launcher uses one machine; set it to 1, or"
+            " trainer.launcher.kind to kubernetes"
+        )
     found = len(local_gpus()) if gpus else 0
     if gpus > found:
         return (
@@ -129,14 +102,6 @@ def local_refusal(nodes: int, gpus: int) -> str | None:
             f" set it to {found}{'' if found else ', which trains on the CPU'}"
         )
     return None
-
-
-def require_launchable(experiment: Experiment) -> None:
-    """Raise LaunchFailed if the training of the experiment can't be launched."""
-    where = experiment.trainer.launcher
-    refusal = local_refusal(where.nodes, where.gpus)
-    if refusal is not None:
-        raise LaunchFailed(f"{experiment.name}: {refusal}")
 
 
 def _ended(child: subprocess.Popen[bytes], wait_s: float) -> bool:

@@ -10,9 +10,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import dagster as dg
 from botocore.exceptions import BotoCoreError, ClientError
-from dagster_aws.pipes import PipesS3ContextInjector, PipesS3MessageReader
-from dagster_pipes import PIPES_PROTOCOL_VERSION, PIPES_PROTOCOL_VERSION_FIELD
+from dagster_aws.pipes import PipesS3MessageReader
+from dagster_pipes import PIPES_PROTOCOL_VERSION, PIPES_PROTOCOL_VERSION_FIELD, PipesContextData
 
 from contracts.s3client import code_of, connect, is_missing
 from contracts.s3write import delete_all
@@ -31,21 +32,45 @@ _log = logging.getLogger(__name__)
 
 
 @contextmanager
-def bucket_channel(bucket: str) -> Iterator[Channel]:
-    """Open a channel in its own folder of `bucket`; the folder is removed at the end. Raises LaunchFailed."""
-    client, folder = connect(conditional=False), f"{PREFIX}/{uuid.uuid4().hex}"
+def bucket_channel(bucket: str, folder: str = "") -> Iterator[Channel]:
+    """Open a channel in its own folder of `bucket`; the folder is removed at the end. Raises LaunchFailed.
+
+    folder: one that stays, so that another process can open it too and read all messages; see `remove_folder`.
+    """
+    client, own = connect(conditional=False), folder or f"{PREFIX}/{uuid.uuid4().hex}"
     try:
-        reader = _Messages(client, bucket, folder)
-        yield Channel(
-            PipesS3ContextInjector(bucket=bucket, client=client, key_prefix=f"{folder}/"), reader, reader.ended.set
-        )
+        reader = _Messages(client, bucket, own)
+        yield Channel(_Context(client, bucket, own), reader, reader.ended.set)
     except (ClientError, BotoCoreError) as error:
         raise LaunchFailed(
             f"bucket {bucket} for the messages of the trainer can't be used ({code_of(error)}): "
             f"check that it exists and the credentials, or unset {PIPES_BUCKET}"
         ) from None
     finally:
-        _remove(client, bucket, folder)
+        if not folder:
+            _remove(client, bucket, own)
+
+
+def remove_folder(bucket: str, folder: str) -> None:
+    """Remove the folder of a channel. Logs a warning if that fails."""
+    _remove(connect(conditional=False), bucket, folder)
+
+
+class _Context(dg.PipesContextInjector):
+    """Injector whose context stays in the folder, for processes that start after the end of this one."""
+
+    def __init__(self, client: S3Client, bucket: str, folder: str) -> None:
+        self._s3, self._place = client, {"bucket": bucket, "key": f"{folder}/context.json"}
+
+    @contextmanager
+    def inject_context(self, context: PipesContextData) -> Iterator[Mapping[str, Any]]:
+        """Location from which the process reads its context."""
+        self._s3.put_object(Body=json.dumps(context).encode(), Bucket=self._place["bucket"], Key=self._place["key"])
+        yield self._place
+
+    def no_messages_debug_text(self) -> str:
+        """Where the context was, for a process that reported nothing."""
+        return f"Attempted to inject context via s3://{self._place['bucket']}/{self._place['key']}."
 
 
 class _Messages(PipesS3MessageReader):

@@ -16,9 +16,10 @@ from contracts.errors import TriplaneError, describe
 from trainer.agent import run_ranks, sign_in, tell_agent
 from trainer.alone import Plan, prepare
 from trainer.config import RlJob, SftJob, read_job
-from trainer.errors import LAST_WORDS, RanksFailed, RanksLost, TrainingConfigError, TrainingStopped
+from trainer.errors import LAST_WORDS, RanksFailed, RanksLost, TrainingConfigError, TrainingDiverged, TrainingStopped
 from trainer.lifetime import end_with_parent
 from trainer.metrics import Watcher
+from trainer.nodes import this_node
 from trainer.starters import run_started
 
 EXAMPLE = """\
@@ -35,9 +36,10 @@ example of a job (JSON or YAML; references are those of committed artifacts):
   config: {max_steps: 4000, expected_solve: 0.4}
 
 kind rl takes dataset, checkpoint and trainer_state instead of tokenizer and demonstrations. With ranks above 1, that
-many processes share each batch; `torchrun -m trainer --job JOB` starts them on several machines. A job that is done
-prints its result again; one that was killed continues from its last snapshot. exit status: 0 done, 1 failed, 2
-malformed job, 3 another rank ended, 130 or 143 stopped.
+many processes share each batch; `torchrun -m trainer --job JOB` starts them on several machines, and so does this
+command, once on each machine, with the variables of trainer/nodes.py. A job that is done prints its result again; one
+that was killed continues from its last snapshot. exit status: 0 done, 1 failed, 2 malformed job, 3 another rank ended
+or did not answer, 4 diverged, 128+N stopped or killed by signal N.
 """
 
 
@@ -63,6 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
         job = plan.job if plan else read_job(source)
         if "WORLD_SIZE" not in os.environ and (job.ranks > 1 or job.starter != "agent"):
             own = ["--job", source] if source else ["--train", options.train]
+            _check_starter(job)
             if job.starter == "agent":
                 run_ranks(job.ranks, own)
             else:
@@ -80,10 +83,20 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
+def _check_starter(job: SftJob | RlJob) -> None:
+    """Raise TrainingConfigError for a starter that knows no other machines."""
+    node = this_node()
+    if node is not None and node.several and job.starter != "agent":
+        raise TrainingConfigError(
+            f"starter {job.starter} starts ranks on one machine only, this job has {node.count}: set"
+            " trainer.launcher.starter to agent"
+        )
+
+
 def _failed(error: TriplaneError) -> int:
     """Report `error`. Returns the exit status."""
     _tell(str(error))
-    if isinstance(error, TrainingStopped | RanksFailed | RanksLost):
+    if isinstance(error, TrainingStopped | RanksFailed | RanksLost | TrainingDiverged):
         return error.exit_status
     return 2 if isinstance(error, TrainingConfigError) else 1
 

@@ -7,8 +7,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from signal import Signals
 from contracts.owned import fate_of_owner, owned_name
 from trainer.errors import RANKS_LOST_STATUS, RanksFailed
 from trainer.lifetime import MEETING_VARIABLE, PARENT_VARIABLE
+from trainer.nodes import Node, await_address, local_ranks, this_node
 from trainer.pipes import PIPES_VARIABLE
 
 GRACE_S = 5.0
@@ -50,17 +52,24 @@ class _Child:
 
 
 def run_ranks(count: int, arguments: Sequence[str]) -> None:
-    """Run `python -m trainer` with `arguments` in `count` processes to their end.
+    """Run `python -m trainer` with `arguments` in `count` processes to their end; on several machines, in those of
+    this one.
 
-    Rank 0 keeps this process's stdout and stderr. Raises RanksFailed with the words of the rank that failed first.
+    Rank 0 keeps this process's stdout and stderr. Raises RanksFailed with the words of the rank that failed first, and
+    RanksLost.
     """
-    with tempfile.TemporaryDirectory(prefix="triplane-ranks-") as folder, _children(count, arguments, folder) as every:
+    node = this_node()
+    ranks, place = local_ranks(node, count), _place(node, count)
+    with (
+        tempfile.TemporaryDirectory(prefix="triplane-ranks-") as folder,
+        _children(ranks, {"WORLD_SIZE": str(count), **place}, arguments, Path(folder)) as every,
+    ):
         while any(child.process.poll() is None for child in every):
             if any(child.failed for child in every):
                 break
             time.sleep(POLL_S)
         if any(child.failed for child in every):
-            raise _first_failure(every)
+            raise _first_failure(every, count)
 
 
 def tell_agent(words: str) -> bool:
@@ -109,7 +118,7 @@ def _log(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}.log"
 
 
-def _first_failure(children: Sequence[_Child]) -> RanksFailed:
+def _first_failure(children: Sequence[_Child], count: int) -> RanksFailed:
     """Error of the rank that failed for a reason of its own; the others lost it."""
     until = time.monotonic() + GRACE_S
     while True:
@@ -119,15 +128,26 @@ def _first_failure(children: Sequence[_Child]) -> RanksFailed:
         time.sleep(POLL_S)
     silent = [child for child in children if child.process.poll() is None]
     first = next(iter(own or silent or [child for child in children if child.failed]))
-    return RanksFailed(first.rank, len(children), first.reason, first.process.returncode)
+    return RanksFailed(first.rank, count, first.reason, first.process.returncode)
+
+
+def _place(node: Node | None, count: int) -> dict[str, str]:
+    """Variables by which the ranks find each other."""
+    if node is None or not node.several:
+        return {"GLOO_SOCKET_IFNAME": "lo"}
+    name = os.environ.get("GLOO_SOCKET_IFNAME") or await_address(node, count)
+    return {"GLOO_SOCKET_IFNAME": name, "LOCAL_WORLD_SIZE": str(count // node.count)}
 
 
 @contextmanager
-def _children(count: int, arguments: Sequence[str], folder: str) -> Iterator[list[_Child]]:
+def _children(ranks: range, place: Mapping[str, str], arguments: Sequence[str], folder: Path) -> Iterator[list[_Child]]:
     children: list[_Child] = []
+    copiers: list[threading.Thread] = []
     try:
-        for rank in range(count):
-            children.append(_start(rank, count, arguments, Path(folder)))
+        for local, rank in enumerate(ranks):
+            environment = {**place, "RANK": str(rank), "LOCAL_RANK": str(local)}
+            children.append(_start(rank, environment, arguments, folder))
+            copiers += _copier(children[-1])
         yield children
     finally:
         for child in children:
@@ -140,15 +160,33 @@ def _children(count: int, arguments: Sequence[str], folder: str) -> Iterator[lis
             except subprocess.TimeoutExpired:
                 child.process.kill()
                 child.process.wait()
+        for thread in copiers:
+            thread.join(GRACE_S)
 
 
-def _start(rank: int, count: int, arguments: Sequence[str], folder: Path) -> _Child:
+def _copier(child: _Child) -> list[threading.Thread]:
+    """Thread that copies what a rank other than 0 writes to this process's stderr, of which a pod's log is made."""
+    if child.process.stderr is None:
+        return []
+    thread = threading.Thread(target=_copy, args=(child,), name=f"rank-{child.rank}", daemon=True)
+    thread.start()
+    return [thread]
+
+
+def _copy(child: _Child) -> None:
+    assert child.process.stderr is not None
+    with child.process.stderr as lines, _log(child.folder, child.rank).open("wb") as file:
+        for line in lines:
+            file.write(line)
+            file.flush()
+            sys.stderr.write(f"[rank {child.rank}] {line.decode(errors='replace')}")
+            sys.stderr.flush()
+
+
+def _start(rank: int, place: Mapping[str, str], arguments: Sequence[str], folder: Path) -> _Child:
     environment = {
         **os.environ,
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(count),
-        "GLOO_SOCKET_IFNAME": "lo",
+        **place,
         MEETING_VARIABLE: str(folder / "meeting"),
         PARENT_VARIABLE: str(os.getpid()),
     }
@@ -157,6 +195,11 @@ def _start(rank: int, count: int, arguments: Sequence[str], folder: Path) -> _Ch
     command = [sys.executable, "-m", "trainer", *arguments]
     if rank == 0:
         return _Child(rank, subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment), folder)
+    if this_node() is not None:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment
+        )
+        return _Child(rank, process, folder)
     with _log(folder, rank).open("wb") as file:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=file, env=environment

@@ -9,7 +9,9 @@ from contracts.errors import ConfigError, TriplaneError
 LAST_WORDS = "trainer: "
 """Prefix of the reason in the last line of a failed trainer."""
 RANKS_LOST_STATUS = 3
-"""Exit status of a rank that ends since another one did."""
+"""Exit status of a rank that ends since another one did, and of a job whose rank did not answer."""
+DIVERGED_STATUS = 4
+"""Exit status of a training whose loss or gradient is no longer finite."""
 
 
 class TrainingConfigError(ConfigError):
@@ -30,6 +32,8 @@ class SnapshotRefused(TrainingError):
 
 class TrainingDiverged(TrainingError):
     """The loss or the gradient is no longer finite."""
+
+    exit_status = DIVERGED_STATUS
 
 
 class OffPolicyRefused(TrainingError):
@@ -61,4 +65,7 @@ class RanksFailed(TrainingError):
 
     def __init__(self, rank: int, count: int, reason: str, status: int | None) -> None:
         super().__init__(f"rank {rank} of {count}: {reason}")
-        self.exit_status = status if status is not None and status > 0 else 1
+        if status is None:
+            self.exit_status = RANKS_LOST_STATUS
+        else:
+            self.exit_status = status if status > 0 else 128 - status if status else 1

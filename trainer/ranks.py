@@ -1,7 +1,7 @@
 """Processes that train one job together. Each computes its share of every batch; sums over all of them make every
 process take the same step.
 
-A process is a rank if `WORLD_SIZE` is above 1: `trainer.agent` sets it on one machine, `torchrun` on several.
+A process is a rank if `WORLD_SIZE` is above 1: `trainer.agent` sets it, or `torchrun`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor
 from trainer.devices import CPU
 from trainer.errors import RanksLost, TrainingConfigError
 from trainer.lifetime import MEETING_VARIABLE
+from trainer.nodes import meet_ranks, this_node
 
 _Item = TypeVar("_Item")
 
@@ -108,8 +109,10 @@ def join_ranks(expected: int, timeout_s: float, *, group: bool = False, device: 
     place: dict[str, Any] = {"init_method": f"file://{meeting}" if meeting else "env://"}
     if count == 1:
         place = {"store": dist.HashStore()}  # type: ignore[attr-defined]
-    limit = timedelta(seconds=timeout_s)
+    limit, node = timedelta(seconds=timeout_s), this_node()
     try:
+        if node is not None and node.several:
+            place = {"store": meet_ranks(node, rank, count, limit)}
         name = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
         dist.init_process_group(name, rank=rank, world_size=count, timeout=limit, **place)
     except RuntimeError as error:

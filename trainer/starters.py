@@ -55,7 +55,7 @@ def _failure(starter: Starter, count: int, folder: Path, status: int) -> RanksFa
             return RanksFailed(rank, count, text, status)
     silent = next((rank for rank in range(count) if rank not in words), 0)
     reason = f"was killed or did not answer; {starter} ended with code {status}, see its output"
-    return RanksFailed(silent, count, reason, 1)
+    return RanksFailed(silent, count, reason, None)
 
 
 @contextmanager

@@ -13,12 +13,12 @@ import dagster as dg
 from assets import experiment_assets
 from resources.errors import ExperimentError
 from resources.experiment import Experiment, find_experiments, load_experiment
-from resources.launcher import LocalLauncher
 from resources.progress import ProgressSink, no_progress
 from resources.ref_io import RefIOManager
 from resources.sampler import SamplerResource
 from resources.sandboxes import SandboxesResource
 from resources.store import StoreResource
+from resources.training_launcher import TrainingLauncher
 from triplane_dagster.alerts import alert_on_failure
 from triplane_dagster.broken_files import BrokenFile, broken_assets
 from triplane_dagster.executors import step_executor
@@ -86,7 +86,7 @@ def resources_with(sink: ProgressSink) -> dict[str, Any]:
         "io_manager": RefIOManager(store=store),
         "sandboxes": SandboxesResource(),
         "sampler": SamplerResource(),
-        "launcher": LocalLauncher(),
+        "launcher": TrainingLauncher(),
         "progress": sink,
     }
 

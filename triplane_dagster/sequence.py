@@ -14,8 +14,8 @@ import dagster as dg
 
 from contracts.store import open_store
 from resources.experiment import Experiment
-from resources.launcher import require_launchable
 from resources.progress import ProgressSink, no_progress
+from resources.training_launcher import require_launchable
 from triplane_dagster import iterations
 from triplane_dagster.ahead import Ahead, sampling_ahead
 from triplane_dagster.run import Runner, open_runner

@@ -9,8 +9,8 @@ from pydantic import Field
 from ops.pod_tags import pod_tags
 from ops.retries import bounded, step_retries
 from resources.experiment import Experiment
-from resources.launcher import require_launchable
 from resources.store import StoreResource
+from resources.training_launcher import require_launchable
 from triplane_dagster.jobs import EXPERIMENT_TAG, MAX_RETRIES_TAG
 from triplane_dagster.targets import end_target, request_target, unfinished_target
 

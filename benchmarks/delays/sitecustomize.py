@@ -8,7 +8,7 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -27,9 +27,9 @@ if os.environ.get("SAMPLING_SECONDS") and any(
         async with _lease(self, policy, role, config) as engine:  # type: ignore[arg-type]
             yield engine
 
-    def _slow_run(self: LocalLauncher, context: Any, command: Sequence[str], **options: Any) -> Any:
+    def _slow_run(self: LocalLauncher, context: Any, launch: Any, on_message: Any) -> Any:
         time.sleep(float(os.environ["TRAINING_SECONDS"]))
-        return _run(self, context, command, **options)
+        return _run(self, context, launch, on_message)
 
     SamplerResource.lease = _slow_lease  # type: ignore[method-assign]
     LocalLauncher.run = _slow_run  # type: ignore[method-assign]

@@ -5,19 +5,19 @@ from typing import Any
 
 import dagster as dg
 
-from resources.launcher import LocalLauncher
+from resources.launch import Launch, Launcher
 
 Arrived = list[tuple[float, Any]]
 """Each message with when it arrived."""
 
 
-def launch_in_an_op(launcher: LocalLauncher, command: list[str], arrived: Arrived, **options: Any) -> None:
+def launch_in_an_op(launcher: Launcher, command: list[str], arrived: Arrived, **options: Any) -> None:
     """Run a command in an op of its own. Raises what the launcher raised."""
 
     @dg.op
     def run(context: dg.OpExecutionContext) -> None:
         messages = launcher.run(
-            context, command, on_message=lambda message: arrived.append((time.monotonic(), message)), **options
+            context, Launch(command, **options), lambda message: arrived.append((time.monotonic(), message))
         )
         assert messages == [message for _, message in arrived]
 

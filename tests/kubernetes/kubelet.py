@@ -1,7 +1,7 @@
 """Scheduler and kubelet of a stand-in cluster: a pod's command runs as a process of this machine.
 
-No isolation, no image, no DNS: the image's name only decides if it can be "pulled", and a name `POD.SERVICE` of an
-existing Service in a variable's value becomes `localhost`.
+No isolation, no image, no DNS, no mounts: the image's name only decides if it can be "pulled"; in the values of
+variables a name `POD.SERVICE` becomes `localhost`, and /tmp a folder of the pod.
 """
 
 from __future__ import annotations
@@ -189,10 +189,16 @@ class Kubelet:
         for each in container.get("env", []):
             value = each.get("value", "")
             path = each.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath")
-            found[each["name"]] = self._resolve(namespace, value) if path is None else _field(pod, path)
+            found[each["name"]] = self._resolve(pod, value) if path is None else _field(pod, path)
         return found
 
-    def _resolve(self, namespace: str, value: str) -> str:
+    def _resolve(self, pod: Object, value: str) -> str:
+        """A variable's value as it has to be without DNS and without mounts."""
+        namespace = pod["metadata"]["namespace"]
+        if value == "/tmp" or value.startswith("/tmp/"):
+            own = self.folder / f"{pod['metadata']['uid']}.tmp"
+            own.mkdir(exist_ok=True)
+            return str(own) + value[4:]
         if re.fullmatch(r"[a-z0-9-]+\.([a-z0-9-]+)", value):
             service = self.objects.every.get((namespace, "services", value.partition(".")[2]))
             jobs = self.objects.every.get((namespace, "jobs", value.partition(".")[2]))

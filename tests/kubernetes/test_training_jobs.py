@@ -1,0 +1,94 @@
+"""A real trainer in pods: the same digests as on this machine, also when a pod is taken away."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from contracts.artifacts import find_artifact
+from contracts.store import Store
+from resources.kubernetes.logs import kept_logs
+from resources.launch import Launch
+from resources.placement import TrainerPlacement
+from tests.kubernetes.api_server import Cluster
+from tests.kubernetes.conftest import messages_left
+from tests.kubernetes.trainings import launch_as_job
+from tests.trainer.trainer_world import World, make_world
+from trainer.config import SftJob
+
+LONG = {"max_steps": 60, "evaluate_every": 5, "snapshot_every": 5, "expected_solve": 1.0}
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return make_world(tmp_path / "world")
+
+
+def launch_of(job: SftJob, store: Store, nodes: int) -> Launch:
+    return Launch(
+        [sys.executable, "-m", "trainer", "--job", job.model_dump_json()],
+        nodes=nodes,
+        timeout_s=120,
+        key=job.key,
+        experiment="tiny",
+        store=store,
+        placement=TrainerPlacement(start_timeout_s=60),
+        is_done=lambda: find_artifact(store, "checkpoint", job.key) is not None,
+    )
+
+
+def digest_here(job: SftJob) -> str:
+    """Digest of the checkpoint that processes of this machine make."""
+    done = subprocess.run(
+        [sys.executable, "-m", "trainer", "--job", job.model_dump_json()], capture_output=True, text=True, check=True
+    )
+    return str(json.loads(done.stdout.splitlines()[-1])["checkpoint"]["digest"])
+
+
+def two_ranks(world: World, name: str, **config: object) -> SftJob:
+    return world.sft_job(name, **config).model_copy(update={"ranks": 2, "rank_timeout_s": 20.0})
+
+
+def test_two_pods_train_the_checkpoint_of_two_local_ranks(world: World, cluster: Cluster) -> None:
+    expected = digest_here(two_ranks(world, "here"))
+    job = two_ranks(world, "pods")
+    messages = launch_as_job(launch_of(job, world.store, 2))
+    assert messages[-1]["result"]["checkpoint"]["digest"] == expected
+    assert any("loss" in message.get("metrics", {}) for message in messages)
+    folder = Path(kept_logs(world.store, job.key))
+    logs = sorted(path.name for path in folder.rglob("*.log"))
+    assert [name[:28] for name in logs] == [f"train-{job.key[:20]}-{index}" for index in (0, 1)]
+    assert messages_left() == []
+
+
+def test_one_pod_reports_its_progress_and_its_result(world: World, cluster: Cluster) -> None:
+    job = world.sft_job("one")
+    messages = launch_as_job(launch_of(job, world.store, 1))
+    assert messages[-1]["result"]["checkpoint"]["key"] == job.key
+
+
+@pytest.mark.slow
+def test_a_killed_rank_resumes_from_its_snapshot_with_the_same_checkpoint(world: World, cluster: Cluster) -> None:
+    expected = digest_here(two_ranks(world, "undisturbed", **LONG))
+    job = two_ranks(world, "killed", **LONG)
+    killed: list[str] = []
+
+    def kill() -> None:
+        pods = cluster.await_pods(2)
+        while "expected_solve" not in cluster.log_of(pods[0]):
+            threading.Event().wait(0.05)
+        cluster.kubelet.kill(pods[1])
+        killed.append(pods[1]["metadata"]["name"])
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    messages = launch_as_job(launch_of(job, world.store, 2))
+    thread.join()
+    assert killed and messages[-1]["result"]["checkpoint"]["digest"] == expected
+    folders = sorted(path.name[:2] for path in Path(kept_logs(world.store, job.key)).iterdir())
+    assert folders == ["0-", "1-"]
