@@ -21,7 +21,9 @@ FULL: Object = {
     "extraEnv": {"OMP_NUM_THREADS": "1"},
     "experiments": {"configMap": "night"},
     "samplers": [{"experiment": "quickstart", "replicas": 2}, {"experiment": "my_night"}],
-    "engines": [{"experiment": "qwen3-4b", "replicas": 2, "gpus": 2, "image": "vllm/vllm-openai:v0.32.0"}],
+    "engines": [
+        {"experiment": "qwen3-4b", "replicas": 2, "gpus": 2, "image": "vllm/vllm-openai:v0.32.0", "scale": True}
+    ],
     "trainer": {"jobset": True, "image": {"repository": "registry.example.com/trainer", "tag": "0.1.0"}},
 }
 """Values that make every kind of object."""
