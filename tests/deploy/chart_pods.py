@@ -18,6 +18,8 @@ Object = dict[str, Any]
 
 FULL: Object = {
     "imagePullSecrets": ["registry"],
+    "store": {"createBuckets": True},
+    "s3": {"server": {"enabled": True}},
     "extraEnv": {"OMP_NUM_THREADS": "1"},
     "experiments": {"configMap": "night"},
     "samplers": [{"experiment": "quickstart", "replicas": 2}, {"experiment": "my_night"}],
@@ -39,9 +41,9 @@ users: [{name: none, user: {}}]
 
 
 def templates(objects: list[Object]) -> Iterator[tuple[str, Object]]:
-    """Name and pod template of each Deployment, StatefulSet and DaemonSet."""
+    """Name and pod template of each Deployment, StatefulSet, DaemonSet and Job."""
     for each in objects:
-        if each["kind"] in ("Deployment", "StatefulSet", "DaemonSet"):
+        if each["kind"] in ("Deployment", "StatefulSet", "DaemonSet", "Job"):
             yield each["metadata"]["name"], each["spec"]["template"]
 
 
