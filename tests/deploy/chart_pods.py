@@ -18,10 +18,14 @@ Object = dict[str, Any]
 
 FULL: Object = {
     "imagePullSecrets": ["registry"],
+    "store": {"createBuckets": True},
+    "s3": {"server": {"enabled": True}},
     "extraEnv": {"OMP_NUM_THREADS": "1"},
     "experiments": {"configMap": "night"},
     "samplers": [{"experiment": "quickstart", "replicas": 2}, {"experiment": "my_night"}],
-    "engines": [{"experiment": "qwen3-4b", "replicas": 2, "gpus": 2, "image": "vllm/vllm-openai:v0.32.0"}],
+    "engines": [
+        {"experiment": "qwen3-4b", "replicas": 2, "gpus": 2, "image": "vllm/vllm-openai:v0.32.0", "scale": True}
+    ],
     "trainer": {"jobset": True, "image": {"repository": "registry.example.com/trainer", "tag": "0.1.0"}},
 }
 """Values that make every kind of object."""
@@ -37,9 +41,9 @@ users: [{name: none, user: {}}]
 
 
 def templates(objects: list[Object]) -> Iterator[tuple[str, Object]]:
-    """Name and pod template of each Deployment, StatefulSet and DaemonSet."""
+    """Name and pod template of each Deployment, StatefulSet, DaemonSet and Job."""
     for each in objects:
-        if each["kind"] in ("Deployment", "StatefulSet", "DaemonSet"):
+        if each["kind"] in ("Deployment", "StatefulSet", "DaemonSet", "Job"):
             yield each["metadata"]["name"], each["spec"]["template"]
 
 

@@ -25,6 +25,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"store": {"url": "/data/store"}}, "/store/url"),
     ({"store": {"logsBucket": "s3://logs"}}, "/store/logsBucket"),
     ({"s3": {"endpoint": "s3:7070"}}, "/s3/endpoint"),
+    ({"s3": {"server": {"enabled": 1}}}, "/s3/server/enabled"),
     ({"s3": {"accessKey": "AKIA"}}, "accessKey"),
     ({"postgres": {"port": "5432"}}, "/postgres/port"),
     ({"postgres": {"password": "secret"}}, "password"),

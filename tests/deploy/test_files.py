@@ -127,7 +127,7 @@ def test_there_is_an_image_for_each_role_of_compose_and_chart() -> None:
     stages = [value.split()[-1] for value in instructions("FROM")]
     values = yaml.safe_load((ROOT / "deploy" / "helm" / "triplane" / "values.yaml").read_text())
     named = {values["image"]["repository"], values["envd"]["image"]["repository"]}
-    assert named == {"triplane-stack", "triplane-envd"} == {f"triplane-{stage}" for stage in stages[-1:] + ["envd"]}
+    assert named == {"triplane-stack", "triplane-envd"} == {f"triplane-{stage}" for stage in [*stages[-1:], "envd"]}
 
 
 def test_the_image_of_the_stack_has_what_a_cluster_needs() -> None:
