@@ -7,6 +7,7 @@ import asyncio
 import importlib
 import json
 import logging
+import math
 import os
 import sys
 import time
@@ -34,9 +35,9 @@ Then, in Python:
       await sandbox.call(ToolCall("exec", {"command": "ls"}))
 
 The namespaces backend isolates (as root or as an ordinary user); the plain one does not, says so, and is never chosen
-by `auto`, which starts a real sandbox to find out what works. SIGTERM ends every sandbox and leaves nothing behind. A
-unix socket has mode 0600; a port asks for a key (or client certificates), beyond this machine with TLS, unless
---insecure says that the network keeps others out.
+by `auto`, which starts a real sandbox to find out what works. SIGTERM ends every sandbox and leaves nothing behind;
+with --drain it first lets them end by themselves. A unix socket has mode 0600; a port asks for a key (or client
+certificates), beyond this machine with TLS, unless --insecure says that the network keeps others out.
 """
 _COMMANDS = {
     "mcp": ("envd.mcp", "run_mcp", "the tools over MCP, for agents that nobody here wrote"),
@@ -123,6 +124,13 @@ def _add_serving(add: Any) -> None:
     add("--audit-calls", action="store_true", help="audit events of each call too (docs/sandboxes-rules.md)")
     add("--metrics", metavar="HOST:PORT", help="Prometheus metrics at http://HOST:PORT/metrics")
     add("--snapshot-dir", type=Path, metavar="DIR", help="keep snapshots in DIR, also when the server ends")
+    add(
+        "--drain",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="after SIGTERM refuse new sandboxes, and let running ones end for so long (default 0; again: at once)",
+    )
     add("--log-level", choices=("debug", "info", "warning", "error"), default="info")
     add(
         "--state-dir",
@@ -153,7 +161,7 @@ def _add_access(add: Any) -> None:
         metavar="PEM",
         help="speak TLS, with our certificate, to servers that sandboxes are moved to",
     )
-    add("--insecure", action="store_true", help="ask for nothing of the above, also beyond this machine")
+    add("--insecure", action="store_true", help="no TLS beyond this machine, and no key unless --key-file is given")
 
 
 async def _served(arguments: argparse.Namespace) -> None:
@@ -165,6 +173,8 @@ async def _served(arguments: argparse.Namespace) -> None:
     prefer_short_round_trips()
     if arguments.pool < 0:
         raise EnvdError(f"--pool {arguments.pool} must be 0 or more")
+    if not 0 <= arguments.drain < math.inf:
+        raise EnvdError(f"--drain {arguments.drain} must be 0 or more seconds")
     listening = Listening(
         arguments.listen or default_address(),
         tls_cert=arguments.tls_cert,
@@ -184,6 +194,7 @@ async def _served(arguments: argparse.Namespace) -> None:
         audit_calls=arguments.audit_calls,
         peer_ca=arguments.peer_ca,
         metrics=arguments.metrics,
+        drain_s=arguments.drain,
         with_parent=arguments.with_parent,
     )
     await serve(options)

@@ -34,6 +34,11 @@ class Caller:
         self._channel: grpc.aio.Channel | None = None
         self._answered = False
 
+    @property
+    def key(self) -> str:
+        """Bearer key of the server; empty if it asks for none."""
+        return self._access.key or ""
+
     def open(self) -> grpc.aio.Channel:
         """Open the channel."""
         self._channel = self._access.channel(self.address)

@@ -41,6 +41,8 @@ class Access:
     """Our certificate, where the server asks for one."""
     tls_key: Path | None = None
     """The private key of `tls_cert`."""
+    options: tuple[tuple[str, int], ...] = ()
+    """Further options of the channel."""
 
     @property
     def metadata(self) -> Metadata:
@@ -48,18 +50,18 @@ class Access:
         return () if self.key is None else (("authorization", f"Bearer {self.key}"),)
 
     @classmethod
-    def found(cls, address: str) -> Access:
+    def found(cls, address: str, options: tuple[tuple[str, int], ...] = ()) -> Access:
         """What this user's own configuration knows of a server: $TRIPLANE_ENVD_KEY_FILE, else the key that a server on
         this machine made for itself, else nothing. Raises EnvdError for a file that can't be used.
         """
         named = os.environ.get(KEY_FILE_VARIABLE)
         on_port = wants_key(address) and is_local(address)
         file = Path(named) if named else key_file_for(port_of(address)) if on_port else None
-        return cls() if file is None else cls(read_key(file))
+        return cls(None if file is None else read_key(file), options=options)
 
     def channel(self, address: str) -> grpc.aio.Channel:
         """A channel to `unix:/path` or `host:port`."""
-        options = CHANNEL_OPTIONS + _RECONNECT_OPTIONS
+        options = [*CHANNEL_OPTIONS, *_RECONNECT_OPTIONS, *self.options]
         if self.tls_ca is None:
             return grpc.aio.insecure_channel(address, options=options)
         credentials = grpc.ssl_channel_credentials(

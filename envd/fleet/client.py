@@ -18,6 +18,7 @@ from envd.client import Sandbox, SandboxClient
 from envd.connection import Access, Metadata
 from envd.errors import EnvdError, ServerDraining, ServerLost, ServerUnavailable, TemplateError
 from envd.fleet.member import Member
+from envd.fleet.moving import MovableSandbox
 from envd.types import Handle, Limits, VerifyResult
 
 T = TypeVar("T")
@@ -25,7 +26,10 @@ REFRESH_S = 10.0
 """Seconds between two resolutions of names, at least: servers come and go."""
 VERIFY_TRIES = 3
 """Servers that one verification is sent to, one after the other, while each is lost."""
+LOOK_S = 2.0
+"""Seconds between two looks at the servers that have sandboxes of ours: whether they drain."""
 _AGAIN_S = 0.5
+_MOVES_AT_ONCE = 4
 _log = logging.getLogger(__name__)
 
 
@@ -34,8 +38,9 @@ class FleetClient(SandboxClient):
 
     Each sandbox starts on the server with the fewest sandboxes of this client, ties in random order, and stays there.
     Templates are uploaded to a server when it first needs them. A server that can't be reached, or drains, is left out
-    for 1 to 30 s and then asked again; what a lost server had raises ServerLost. Give all servers the same backends and
-    rules: which one plays an episode must not matter.
+    for 1 to 30 s and then asked again; what a lost server had raises ServerLost. Sandboxes of a server that drains are
+    moved to another one if their backend keeps processes. Give all servers the same backends and rules: which one plays
+    an episode must not matter.
     """
 
     def __init__(self, address: str) -> None:
@@ -48,14 +53,21 @@ class FleetClient(SandboxClient):
         self._refreshing = asyncio.Lock()
         self._refreshed = -REFRESH_S
         self._met_any = False
+        self._looking: asyncio.Task[None] | None = None
+        self._moving: dict[Member, asyncio.Task[None]] = {}
 
     async def __aenter__(self) -> Self:
         await self._refresh()
+        self._looking = asyncio.create_task(self._look())
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        tasks = [*([self._looking] if self._looking else []), *self._moving.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         members = list(self._members.values())
         self._members.clear()
         await asyncio.gather(*(each.__aexit__(kind, error, trace) for each in members))
@@ -227,7 +239,7 @@ class FleetClient(SandboxClient):
             addresses, self._faults = await servers_of(self._entries)
             self._refreshed = time.monotonic()
             for address in sorted(addresses - self._members.keys()):
-                member = Member(address)
+                member = Member(address, self._move_away)
                 self._members[address] = await member.__aenter__()
             for address, member in list(self._members.items()):
                 # a failing name service takes no server away
@@ -235,6 +247,36 @@ class FleetClient(SandboxClient):
                 if not member.listed and not member.load:
                     del self._members[address]
                     await member.__aexit__(None, None, None)
+
+    async def _look(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            busy = [each for each in self._members.values() if each.load]
+            await asyncio.gather(*(each.look() for each in busy), return_exceptions=True)
+
+    def _move_away(self, member: Member) -> None:
+        if self._moving.get(member) is None or self._moving[member].done():
+            self._moving[member] = asyncio.create_task(self._moved(member))
+
+    async def _moved(self, member: Member) -> None:
+        """Move what can be moved away from a server that drains."""
+        slots = asyncio.Semaphore(_MOVES_AT_ONCE)
+
+        async def move(sandbox: MovableSandbox) -> None:
+            async with slots, self._chosen([member], None) as target:
+                await sandbox.move(target, target.caller.key)
+                member.handed_over(sandbox, target)
+
+        try:
+            sandboxes = await member.movable()
+        except EnvdError as error:
+            _log.warning("sandboxes of %s can't be moved: %s", member.address, error)
+            return
+        results = await asyncio.gather(*map(move, sandboxes), return_exceptions=True)
+        faults = [str(each) for each in results if isinstance(each, BaseException)]
+        if sandboxes:
+            moved = len(sandboxes) - len(faults)
+            _log.warning("%d of %d sandboxes moved from %s %s", moved, len(sandboxes), member.address, faults[:1] or "")
 
     def _lost_one(self) -> bool:
         recent = time.monotonic() - self._refreshed > 1.0

@@ -5,30 +5,37 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakValueDictionary
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped, unused-ignore]
 
 from contracts.retries import backoff_s
-from envd.client import SandboxClient
-from envd.connection import Metadata
-from envd.errors import ServerDraining, ServerLost, ServerUnavailable
+from envd.connection import Access, Metadata
+from envd.errors import EnvdError, ServerDraining, ServerLost, ServerUnavailable
+from envd.fleet.moving import MovableSandbox
+from envd.operations.client import OperationsClient
+from envd.types import BackendInfo, Handle
 
 PROBE_S = 3.0
 """Longest wait for a health check."""
 _FIRST_OUT_S, _LONGEST_OUT_S = 1.0, 30.0
+KEEPALIVE = (("grpc.keepalive_time_ms", 15_000), ("grpc.keepalive_timeout_ms", 5_000))
+"""So that calls on a machine that vanished without a word fail within 20 s. Servers allow a ping every 10 s."""
 _CREATE, _DELETE = "sandboxes.Create", "sandboxes.Delete"
 _log = logging.getLogger(__name__)
 
 
-class Member(SandboxClient):
+class Member(OperationsClient):
     """A client of one server that raises ServerLost where the connection broke or the server does not answer at all."""
 
-    def __init__(self, address: str) -> None:
-        super().__init__(address)
+    def __init__(self, address: str, on_drain: Callable[[Member], None]) -> None:
+        """on_drain: called each time the server turns out to drain."""
+        super().__init__(address, Access.found(address, KEEPALIVE))
+        self._on_drain = on_drain
         self.listed = True
         """Whether the list still names it."""
         self.met = False
@@ -38,6 +45,7 @@ class Member(SandboxClient):
         self.templates: set[str] = set()
         """Digests of the templates that it has been given."""
         self._open_ids: set[str] = set()
+        self._sandboxes: WeakValueDictionary[str, MovableSandbox] = WeakValueDictionary()
         self._pending = 0
         self._failures, self._out_until = 0, 0.0
         self._probing: asyncio.Task[bool] | None = None
@@ -45,6 +53,12 @@ class Member(SandboxClient):
     def _open(self, channel: grpc.aio.Channel) -> None:
         super()._open(channel)
         self._health = health_pb2_grpc.HealthStub(channel)
+
+    def attach(self, handle: Handle) -> MovableSandbox:
+        """See SandboxClient.attach."""
+        sandbox = MovableSandbox(self, handle)
+        self._sandboxes[handle.id] = sandbox
+        return sandbox
 
     @property
     def load(self) -> int:
@@ -91,7 +105,7 @@ class Member(SandboxClient):
         try:
             reply = await super().ask(method, request, timeout_s, key, metadata)
         except ServerDraining as error:
-            self.leave_out(str(error))
+            self._drains(str(error))
             raise
         except ServerUnavailable as error:
             if not await self._probed() or _is_broken(error):
@@ -113,6 +127,32 @@ class Member(SandboxClient):
         self._out_until = time.monotonic() + backoff_s(min(self._failures, 10), _FIRST_OUT_S, _LONGEST_OUT_S)
         self.templates.clear()  # a server that comes back may have been restarted
 
+    async def movable(self) -> list[MovableSandbox]:
+        """Sandboxes of this client that can go on elsewhere with their processes."""
+        able = {each.name for each in (await self.info()).backends if can_move(each)}
+        found = []
+        for sandbox in [self._sandboxes[each] for each in self._open_ids if each in self._sandboxes]:
+            try:
+                if able and (await sandbox.status()).backend in able:
+                    found.append(sandbox)
+            except EnvdError:
+                continue  # it ended meanwhile
+        return found
+
+    def handed_over(self, sandbox: MovableSandbox, target: Member) -> None:
+        """Count a sandbox on the server that it was moved to."""
+        self._open_ids.discard(sandbox.id)
+        target._open_ids.add(sandbox.id)
+        target._sandboxes[sandbox.id] = sandbox
+
+    def _drains(self, fault: str) -> None:
+        self.leave_out(fault)
+        self._on_drain(self)
+
+    async def look(self) -> None:
+        """Find out again whether it serves."""
+        await self._probed()
+
     async def _probed(self) -> bool:
         if self._probing is None or self._probing.done():
             self._probing = asyncio.create_task(self._probe())
@@ -126,13 +166,18 @@ class Member(SandboxClient):
             self._open_ids.clear()
             return False
         if reply.status != health_pb2.HealthCheckResponse.SERVING:
-            self.leave_out("it is draining or still starting")
+            self._drains("it is draining or still starting")
             return False
         if self._failures:
             _log.warning("envd server %s serves again", self.address)
         self.caller.expect_answers()
         self.met, self._failures, self._out_until = True, 0, 0.0
         return True
+
+
+def can_move(backend: BackendInfo) -> bool:
+    """Whether a backend moves sandboxes with their processes. Without those a sandbox is not what its agent left."""
+    return backend.keeps_processes and "migrate" in backend.features
 
 
 def _is_broken(error: ServerUnavailable) -> bool:

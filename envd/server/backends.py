@@ -18,6 +18,7 @@ _FIX = (
     "On a machine: sysctl -w user.max_user_namespaces=10000 kernel.apparmor_restrict_unprivileged_userns=0. "
     "In a container: run it with --security-opt seccomp=deploy/envd-seccomp.json --security-opt apparmor=unconfined "
     "--security-opt systempaths=unconfined, as deploy/compose.yaml does, or with --privileged. "
+    "In a pod: set the securityContext that docs/sandboxes.md (In a pod) shows. "
     "For trusted code only: name --backend plain, which isolates nothing"
 )
 _log = logging.getLogger("envd")

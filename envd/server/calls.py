@@ -32,6 +32,7 @@ _CODES: tuple[tuple[type[errors.EnvdError], grpc.StatusCode], ...] = (
     (errors.SandboxStartError, _Code.RESOURCE_EXHAUSTED),
     (errors.QuotaExceeded, _Code.RESOURCE_EXHAUSTED),
     (errors.ServerBusy, _Code.ABORTED),
+    (errors.ServerDraining, _Code.UNAVAILABLE),
     (errors.Unsupported, _Code.UNIMPLEMENTED),
     (errors.RulesDenied, _Code.PERMISSION_DENIED),
     (errors.AccessDenied, _Code.UNAUTHENTICATED),

@@ -39,7 +39,7 @@ class Listening:
     client certificates.
     """
     insecure: bool = False
-    """Ask for no key and no certificate, and allow addresses beyond this machine without TLS."""
+    """Make no key, and allow addresses beyond this machine without TLS. Keys of `key_file` stay required."""
 
     def check(self) -> None:
         """Raise EnvdError for an invalid address or combination of options."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from envd.backends.base import Backend, Box, BoxSpec, KeepsTemplates, OffersProxy, TellsRefusals
-from envd.errors import EnvdError, SandboxGone, SandboxUnknown
+from envd.errors import EnvdError, SandboxGone, SandboxUnknown, ServerDraining
 from envd.server.admission import Wanted, choose_backend, decide
 from envd.server.audit import AuditLog, Kind
 from envd.server.egress import Egress
@@ -62,12 +62,24 @@ class Sandboxes:
         self._rules_of = functools.lru_cache(maxsize=256)(lambda text: load_rules(text).under(rules))
         self._live: dict[str, Live] = {}
         self._ended: OrderedDict[str, Live] = OrderedDict()
+        self.draining = False
+        """Whether the server ends soon, so that it takes no new sandboxes and no verifications."""
         self._starting = 0
         self._names = 0
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def __len__(self) -> int:
         return len(self._live)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no sandbox lives or starts."""
+        return not self._live and not self._starting
+
+    def require_admitting(self) -> None:
+        """Raise ServerDraining if the server takes nothing new."""
+        if self.draining:
+            raise ServerDraining("this envd server is draining and takes nothing new: use another one, or retry later")
 
     def find(self, identity: str, token: str) -> Live:
         """Return the live sandbox with this id. Raises SandboxGone for a wrong token and for an unknown id."""
@@ -104,8 +116,9 @@ class Sandboxes:
     async def create(self, wanted: Wanted) -> Live:
         """Start a sandbox and return once it answers calls.
 
-        Raises RulesDenied, TemplateError, SandboxStartError.
+        Raises ServerDraining, RulesDenied, TemplateError, SandboxStartError.
         """
+        self.require_admitting()
         await self._prepare_template(wanted)
         backend, spec, decisions = self.plan(wanted)
         box, claim = await self._claimed(spec, lambda: backend.create(spec))
@@ -116,6 +129,7 @@ class Sandboxes:
         self, wanted: Wanted, state: Path, *, host_name: str, like: tuple[str, str] | None = None
     ) -> Live:
         """Start a sandbox from a state that `Box.snapshot` wrote. like: the (id, token) to keep; None: new ones."""
+        self.require_admitting()
         await self._prepare_template(wanted)
         backend, spec, decisions = self.plan(wanted, host_name)
         if like is not None and not (_IDENTITY.fullmatch(like[0]) and like[0] not in self._live and len(like[1]) >= 16):

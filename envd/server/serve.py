@@ -34,6 +34,7 @@ from envd.sandbox.cgroups import OWNED, remove_groups
 from envd.sandbox.delegation import make_room
 from envd.server.audit import AuditLog
 from envd.server.backends import start_backends, stop_backends
+from envd.server.draining import drain
 from envd.server.listening import KeyCheck, Listening
 from envd.server.malformed import ACCEPTED_BYTES, Unknown, Watched
 from envd.server.observing import Observer, Observing
@@ -102,6 +103,8 @@ class Options:
     """
     metrics: str | None = None
     """HOST:PORT of the metrics endpoint; None: no metrics."""
+    drain_s: float = 0.0
+    """Seconds in which sandboxes and verifications may end after SIGTERM; meanwhile nothing new is taken."""
     with_parent: int | None = None
     """Process id of the parent; the server stops when it dies."""
 
@@ -117,7 +120,10 @@ class Options:
 
 
 async def serve(options: Options) -> None:
-    """Serve until SIGTERM or SIGINT. Raises EnvdError, in one line, if the server can't run with these options."""
+    """Serve until SIGTERM or SIGINT, and drain if the options say so.
+
+    Raises EnvdError, in one line, if the server can't run with these options.
+    """
     options.listening.check()
     made = options.listening.made_key()
     keys = options.listening.keys() if made is None else (made.key.encode(),)
@@ -163,6 +169,10 @@ async def serve(options: Options) -> None:
         gc.set_threshold(*_GARBAGE)
         _log.info("listening on %s, backends %s", options.listening.address, ", ".join(backends))
         await _until(stop, [*(each.died() for each in backends.values()), verifications.died()])
+        if options.drain_s:
+            for name in ("", *_SERVICES):
+                await probe.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
+            await drain(sandboxes, verifications, options.drain_s, stop)
         watched.stopping = True
         await probe.enter_graceful_shutdown()
 

@@ -28,6 +28,7 @@ class VerifierService(Service, rpc.VerifierServicer):
     @unary
     async def Verify(self, request: pb.VerifyRequest, context: Context) -> pb.VerifyReply:
         """Grade a final state and return its test outcomes."""
+        self.sandboxes.require_admitting()
         started = time.monotonic()
         timeout_s = checked_timeout(request.timeout_s)
         left = context.time_remaining()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,12 @@ class Verifications:
         """zygotes: by the name of the backend that they verify for."""
         self._zygotes, self._templates = dict(zygotes), templates
         self._slots = asyncio.Semaphore(os.cpu_count() or 1)
-        self._count = 0
+        self._count = self._running = 0
+
+    @property
+    def idle(self) -> bool:
+        """Whether none runs or waits."""
+        return not self._running
 
     async def verify(
         self,
@@ -70,7 +75,7 @@ class Verifications:
             "product": list(product),
         }
         blob = diff + b"".join(content for _, content in files)
-        with self._templates.held(digest):
+        with self._templates.held(digest), self._counted():
             try:
                 async with asyncio.timeout(patience_s):
                     await self._slots.acquire()
@@ -85,6 +90,14 @@ class Verifications:
             finally:
                 self._slots.release()
         return dict(reply["result"])
+
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
+        self._running += 1
+        try:
+            yield
+        finally:
+            self._running -= 1
 
     async def _by_zygote(
         self, name: str, digest: str, limits: Limits, header: dict[str, Any], blob: bytes

@@ -10,8 +10,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from envd_servers import Server
+from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped, unused-ignore]
 from rollouts_script import POLICY, GraderByDiff, ScriptedEngine, call, make_plan, make_tasks, one_file_task
 
 from contracts.artifacts import Artifact
@@ -21,7 +23,7 @@ from contracts.errors import InfraFault
 from contracts.store import LocalStore
 from curation.verify import Verifier
 from envd.client import Limits, SandboxClient, ServerLost, ToolCall
-from envd.errors import ServerUnavailable
+from envd.errors import AccessDenied, ServerDraining, ServerUnavailable
 from envd.fleet import FleetClient, open_client
 from envd.operations.client import OperationsClient
 from inference.rollouts.config import RolloutConfig
@@ -300,3 +302,122 @@ def test_an_experiment_without_an_address_uses_the_servers_that_the_environment_
             assert {box.server.address for box in boxes} == {each.address for each in servers}
 
     asyncio.run(run())
+
+
+def test_a_draining_server_takes_nothing_new_and_lets_what_runs_end(servers: list[Server], tmp_path: Path) -> None:
+    draining = Server(tmp_path, "--drain", "60")
+    draining.start()
+
+    async def work(client: FleetClient) -> None:
+        template = await client.put_template(FILES)
+        boxes = [await client.create(template) for _ in range(2)]
+        here = next(box for box in boxes if box.server.address == draining.address)
+        assert draining.process is not None
+        draining.process.terminate()
+        await here.call(ToolCall("exec", {"command": "sleep 1"}))
+        async with OperationsClient(draining.address) as single:
+            with pytest.raises(ServerDraining, match="draining and takes nothing new"):
+                await single.create(await single.put_template(FILES))
+            with pytest.raises(ServerDraining):
+                await single.verify(template, b"", {}, ["t.py::t"])
+            assert await health(draining.address) == "NOT_SERVING"
+        others = [await client.create(template) for _ in range(4)]
+        assert {box.server.address for box in others} == {servers[0].address}
+        result = await here.call(ToolCall("exec", {"command": "cat m.py"}))
+        assert result.ok and "return 1" in result.text and draining.process.poll() is None
+        await here.close()
+        assert await asyncio.to_thread(draining.process.wait, 20) == 0
+
+    try:
+        over([draining, servers[0]], work)
+    finally:
+        draining.kill()
+
+
+def test_a_drain_is_bounded_and_what_still_runs_is_lost_to_infrastructure(
+    servers: list[Server], tmp_path: Path
+) -> None:
+    draining = Server(tmp_path, "--drain", "1")
+    draining.start()
+
+    async def work(client: FleetClient) -> None:
+        template = await client.put_template(FILES)
+        boxes = [await client.create(template) for _ in range(2)]
+        here = next(box for box in boxes if box.server.address == draining.address)
+        assert draining.process is not None
+        draining.process.terminate()
+        with pytest.raises(ServerLost):
+            await here.call(ToolCall("exec", {"command": "sleep 8"}))
+        assert await asyncio.to_thread(draining.process.wait, 20) == 0
+
+    try:
+        over([draining, servers[0]], work)
+    finally:
+        draining.kill()
+
+
+def test_sandboxes_that_can_be_moved_go_on_elsewhere_when_their_server_drains(
+    servers: list[Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Namespaces moves files only, so the client is told that this is enough; gVisor and machines move processes."""
+    monkeypatch.setattr("envd.fleet.member.can_move", lambda backend: "migrate" in backend.features)
+    draining = Server(tmp_path, "--drain", "60")
+    draining.start()
+
+    async def work(client: FleetClient) -> None:
+        template = await client.put_template(FILES)
+        boxes = [await client.create(template) for _ in range(6)]
+        here = [box for box in boxes if box.server.address == draining.address]
+        for number, box in enumerate(here):
+            await box.call(ToolCall("write", {"path": "a.txt", "content": f"box {number}\n"}))
+        running = asyncio.create_task(here[0].call(ToolCall("exec", {"command": "sleep 2; echo done"})))
+        await asyncio.sleep(0.2)
+        assert draining.process is not None
+        draining.process.terminate()
+        assert await asyncio.to_thread(draining.process.wait, 30) == 0, "it ends as soon as nothing is left"
+        assert (await running).ok
+        for number, box in enumerate(here):
+            assert box.server.address == servers[0].address
+            assert f"box {number}" in (await box.call(ToolCall("read", {"path": "a.txt"}))).text
+        assert client.loads[servers[0].address] == 6
+        await asyncio.gather(*(box.close() for box in boxes))
+        assert await live(servers[0]) == 0
+
+    try:
+        over([draining, servers[0]], work)
+    finally:
+        draining.kill()
+
+
+async def health(address: str) -> str:
+    async with grpc.aio.insecure_channel(address) as channel:
+        reply = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
+    return str(health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status))
+
+
+def test_a_port_beyond_this_machine_asks_for_the_key_without_tls_and_health_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    key = tmp_path / "key"
+    key.write_text("k" * 40 + "\n")
+    server = Server(tmp_path / "s", "--key-file", str(key), listen=f"0.0.0.0:{port}")
+    monkeypatch.setenv("TRIPLANE_ENVD_KEY_FILE", "")
+
+    async def run() -> None:
+        assert await health(f"127.0.0.1:{port}") == "SERVING"
+        async with SandboxClient(f"127.0.0.1:{port}") as client:
+            with pytest.raises(AccessDenied, match="asks for a key"):
+                await client.put_template(FILES)
+        monkeypatch.setenv("TRIPLANE_ENVD_KEY_FILE", str(key))
+        async with open_client(f"127.0.0.1:{port},127.0.0.1:9") as client:
+            sandbox = await client.create(await client.put_template(FILES))
+            assert (await sandbox.call(ToolCall("exec", {"command": "true"}))).ok
+
+    try:
+        server.start()
+        asyncio.run(run())
+    finally:
+        server.kill()
