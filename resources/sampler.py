@@ -1,7 +1,7 @@
 """Dagster resource for engines that serve a policy.
 
 lease(policy, role) -> the kept engine or vLLM server, hot-reloaded when it serves another policy -> release
-give_back -> vLLM sleeps or stops while training uses its GPUs
+give_back -> vLLM sleeps, stops or is scaled to zero while training uses its GPUs
 """
 
 from __future__ import annotations
@@ -57,8 +57,12 @@ class SamplerResource(dg.ConfigurableResource[Any]):
         if isinstance(config, BuiltinConfig):
             yield await self._builtin(policy, config)
             return
-        keeper = self._keeper(policy, role, config) if isinstance(config, VllmConfig) else None
-        engine = open_engine(config, policy.directory(), policy.ref.digest, keeper)
+        engine: Engine
+        if isinstance(config, VllmConfig) and config.is_fleet:
+            engine = _open_fleet(config, policy)
+        else:
+            keeper = self._keeper(policy, role, config) if isinstance(config, VllmConfig) else None
+            engine = open_engine(config, policy.directory(), policy.ref.digest, keeper)
         try:
             if await engine.version() != policy.ref.digest:
                 await engine.load_weights(policy.directory(), policy.ref.digest)
@@ -67,8 +71,13 @@ class SamplerResource(dg.ConfigurableResource[Any]):
             await engine.close()
 
     def give_back(self, config: EngineConfig) -> None:
-        """Free the GPUs of the vLLM server of `config` until the next lease, if its `idle` asks for it."""
+        """Free the GPUs of the vLLM servers of `config` until the next lease, if its `idle` asks for it."""
         if not isinstance(config, VllmConfig) or config.idle == "keep":
+            return
+        if config.is_fleet:
+            from inference.engines.fleet import give_back_fleet
+
+            asyncio.run(give_back_fleet(config))
             return
         from inference.engines.vllm_keeper import VllmKeeper
 
@@ -107,6 +116,14 @@ class SamplerResource(dg.ConfigurableResource[Any]):
             asyncio.run(engine.close())
         while self._keepers:
             self._keepers.popitem()[1].stop()
+
+
+def _open_fleet(config: VllmConfig, policy: Artifact) -> Engine:
+    """Engine of several servers; of the policy's files only those are fetched that it needs here."""
+    from inference.engines.fleet import FleetEngine
+    from inference.engines.vllm_policy import StoredPolicy
+
+    return FleetEngine(config, StoredPolicy(policy))
 
 
 async def _serves(engine: BuiltinEngine, served: str, policy: Artifact) -> bool:

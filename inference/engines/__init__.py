@@ -2,8 +2,8 @@
 
 `open_engine` picks one by its config. `builtin` runs on the CPU in a thread of this process. `openai` connects to a
 server. `vllm` loads each policy into a vLLM server and proves that it is served (vllm_update); it may start that server
-itself (vllm_keeper). `custom` calls a function that the config names. May import contracts, triplane_kernels and
-inference.errors.
+itself (vllm_keeper), or use several (fleet). `custom` calls a function that the config names. May import contracts,
+triplane_kernels and inference.errors.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from inference.engines.config import BuiltinConfig, CustomConfig, EngineConfig, 
 
 if TYPE_CHECKING:  # load torch and httpx only for engines that need them
     from inference.engines.builtin import BuiltinEngine
+    from inference.engines.fleet import FleetEngine
     from inference.engines.openai import OpenAIEngine
     from inference.engines.vllm import VllmEngine
     from inference.engines.vllm_keeper import VllmKeeper
@@ -38,7 +39,9 @@ def open_engine(spec: BuiltinConfig, directory: Path, version: str) -> BuiltinEn
 @overload
 def open_engine(spec: OpenAIConfig, directory: Path, version: str) -> OpenAIEngine: ...
 @overload
-def open_engine(spec: VllmConfig, directory: Path, version: str, keeper: VllmKeeper | None = None) -> VllmEngine: ...
+def open_engine(
+    spec: VllmConfig, directory: Path, version: str, keeper: VllmKeeper | None = None
+) -> VllmEngine | FleetEngine: ...
 @overload
 def open_engine(spec: EngineConfig, directory: Path, version: str, keeper: VllmKeeper | None = None) -> Engine: ...
 def open_engine(spec: EngineConfig, directory: Path, version: str, keeper: VllmKeeper | None = None) -> Engine:
@@ -50,8 +53,13 @@ def open_engine(spec: EngineConfig, directory: Path, version: str, keeper: VllmK
     if isinstance(spec, CustomConfig):
         return spec.load()(spec.options, directory, version)
     if isinstance(spec, VllmConfig):
-        from inference.engines.vllm import VllmEngine
         from inference.engines.vllm_policy import PolicyDirectory
+
+        if spec.is_fleet:
+            from inference.engines.fleet import FleetEngine
+
+            return FleetEngine(spec, PolicyDirectory(directory, version))
+        from inference.engines.vllm import VllmEngine
 
         return VllmEngine(spec, PolicyDirectory(directory, version), keeper)
     if isinstance(spec, OpenAIConfig):

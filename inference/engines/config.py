@@ -110,8 +110,8 @@ class VllmConfig(_RemoteConfig):
     """Tensor-parallel size: GPUs (or CPU workers) of a server started here."""
     idle: Literal["keep", "sleep", "stop", "scale"] = "keep"
     """What the server does with its GPUs while training runs. keep: nothing. sleep: vLLM's sleep level 2, which frees
-    weights and cache; a server at `base_url` needs --enable-sleep-mode. stop: end the server. scale: scale `statefulset`
-    to 0. The next policy is then loaded from its files and verified.
+    weights and cache; a server at `base_url` needs --enable-sleep-mode. stop: end the server. scale: scale
+    `statefulset` to 0. The next policy is then loaded from its files and verified.
     """
     statefulset: str | None = Field(default=None, pattern=r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$", max_length=253)
     """StatefulSet of the servers of `base_url`, for idle: scale. Its namespace is $TRIPLANE_KUBERNETES_NAMESPACE, else

@@ -27,12 +27,18 @@ class JsonClient:
     """
 
     def __init__(
-        self, base: str, *, connections: int = CONNECTIONS, timeout_s: float = TIMEOUT_S, retries: int = RETRIES
+        self,
+        base: str,
+        *,
+        connections: int = CONNECTIONS,
+        timeout_s: float = TIMEOUT_S,
+        retries: int = RETRIES,
+        headers: dict[str, str] | None = None,
     ) -> None:
         self.base, self._retries = base.rstrip("/"), retries
         limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
         self._http = httpx.AsyncClient(
-            limits=limits, timeout=httpx.Timeout(timeout_s, connect=min(10.0, timeout_s), pool=None)
+            headers=headers, limits=limits, timeout=httpx.Timeout(timeout_s, connect=min(10.0, timeout_s), pool=None)
         )
 
     async def call(self, method: str, path: str, body: dict[str, Any] | None = None, **query: Any) -> Any:

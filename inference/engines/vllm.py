@@ -142,7 +142,7 @@ class VllmEngine:
     async def check(self, timeout_s: float) -> None:
         """Check that the server replies in time and names the policy.
 
-        Raises EngineUnreachable, or StaleVersion for another policy.
+        Raises EngineUnreachable without a reply, EngineStopped after a restart, StaleVersion for another policy.
         """
         assert self._client is not None, "checked after it was attached"
         try:
@@ -151,7 +151,7 @@ class VllmEngine:
         except TimeoutError:
             raise EngineUnreachable(f"{self._client.base} did not reply within {timeout_s:g} s") from None
         if found == UNMARKED:
-            raise EngineUnreachable(f"{self._client.base} was restarted")
+            raise EngineStopped(f"{self._client.base} was restarted")
         if found != self._version:
             raise StaleVersion(f"{self._client.base} serves {found[:24]}, not policy {self._version[:12]}")
 

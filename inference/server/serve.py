@@ -15,11 +15,14 @@ import uvicorn
 from contracts.artifacts import ArtifactRef, list_artifacts, open_artifact
 from contracts.chat import ChatTokenizer
 from contracts.errors import ArtifactMissing, ConfigError
-from contracts.store import open_store
+from contracts.store import Store, open_store
 from inference.engines.builtin import BuiltinEngine
 from inference.server.app import Application
 from inference.server.draining import DrainingServer
 from inference.server.follow import Source, follow
+
+CHECKPOINTS = ("checkpoint", "base_policy")
+"""Kinds of artifacts that are checkpoints."""
 
 
 def find_policy(policy: str, store: str | None) -> tuple[Path, str]:
@@ -34,17 +37,27 @@ def find_policy(policy: str, store: str | None) -> tuple[Path, str]:
     if len(policy) < 6:
         raise ConfigError(f"--policy {policy}: no such directory, and too short for a digest (6 digits at least)")
     opened = open_store(store)
+    ref = find_checkpoint(policy, opened, "--policy")
+    return open_artifact(opened, ref).directory(), ref.digest
+
+
+def find_checkpoint(digits: str, store: Store, option: str) -> ArtifactRef:
+    """The only checkpoint whose content digest or action key starts with `digits`.
+
+    option: of the command line, for messages. Raises ArtifactMissing, ConfigError.
+    """
     found: dict[str, ArtifactRef] = {
         artifact.ref.digest: artifact.ref
-        for artifact in list_artifacts(opened, "checkpoint")
-        if artifact.ref.digest.startswith(policy) or artifact.ref.key.startswith(policy)
+        for kind in CHECKPOINTS
+        for artifact in list_artifacts(store, kind)
+        if artifact.ref.digest.startswith(digits) or artifact.ref.key.startswith(digits)
     }
     if not found:
-        raise ArtifactMissing(f"--policy {policy}: neither a directory nor a checkpoint in store {opened.url}")
+        raise ArtifactMissing(f"{option} {digits}: neither a directory nor a checkpoint in store {store.url}")
     if len(found) > 1:
-        raise ConfigError(f"--policy {policy} matches {len(found)} checkpoints of store {opened.url}: give more digits")
+        raise ConfigError(f"{option} {digits} matches {len(found)} checkpoints of store {store.url}: give more digits")
     (ref,) = found.values()
-    return open_artifact(opened, ref).directory(), ref.digest
+    return ref
 
 
 def split_address(listen: str) -> tuple[str, int]:
@@ -112,18 +125,18 @@ async def _serve(serving: Serving, policy: tuple[Path, str] | None, following: F
     try:
         if policy is not None:
             await app.swap(*policy)
-        async with _beside(server, _announce(server, app)):
+        async with beside(server, _announce(server, app)):
             if following is None:
                 await server.run_until_told()
                 return
-            async with _beside(server, follow(app, following.source, following.poll_s, following.wait_s)):
+            async with beside(server, follow(app, following.source, following.poll_s, following.wait_s)):
                 await server.run_until_told()
     finally:
         await app.close()
 
 
 @asynccontextmanager
-async def _beside(server: uvicorn.Server, work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+async def beside(server: uvicorn.Server, work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
     """Run `work` while the server runs; its failure ends the server and is raised."""
 
     def ended(task: asyncio.Task[None]) -> None:

@@ -41,7 +41,11 @@ def s3_server(image: str, environment: dict[str, str]) -> list[dict[str, Any]]:
         "name": "s3",
         "image": image,
         "command": ["python", "-c", _S3, *BUCKETS],
-        "env": [{"name": name, "value": value} for name, value in {**environment, **KEYS}.items()],
+        # moto takes the first part of a host name for a bucket otherwise
+        "env": [
+            {"name": name, "value": value}
+            for name, value in {**environment, **KEYS, "S3_IGNORE_SUBDOMAIN_BUCKETNAME": "true"}.items()
+        ],
         "ports": [{"containerPort": 9000}],
         "readinessProbe": {"exec": {"command": ["test", "-e", "/tmp/ready"]}, "periodSeconds": 1},
         "resources": {"requests": {"cpu": "100m", "memory": "256Mi"}},

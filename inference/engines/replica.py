@@ -1,0 +1,128 @@
+"""One vLLM server of a fleet: its engine, its load, and whether it may be asked."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+import time
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
+
+from contracts.errors import TriplaneError
+from contracts.retries import backoff_s
+from inference.engines.config import VllmConfig
+from inference.engines.sidecar import Sidecar, sidecar_address
+from inference.engines.vllm import VllmEngine
+from inference.engines.vllm_policy import PolicyFiles, Preparer
+from inference.errors import EngineUnreachable, StaleVersion
+
+T = TypeVar("T")
+BOUND = 1.25
+"""Largest load of a replica, as a multiple of the mean of those that serve."""
+STALE = 3
+"""StaleVersion faults after which a server is given up until the next policy: another client uses it, and two clients
+would take it from each other for ever.
+"""
+_PAUSE_S, _LONGEST_S = 2.0, 60.0
+
+
+class Replica:
+    """A server of the fleet. Nothing is sent to it unless `serves`: it is updated and verified."""
+
+    def __init__(self, config: VllmConfig, url: str, files: PolicyFiles, preparer: Preparer) -> None:
+        """config: of the fleet."""
+        self.url = url
+        own = config.model_copy(update={"base_url": url, "retries": 0, "weights_port": None})
+        self._sidecar: Sidecar | None = None
+        if config.weights_port is not None:
+            self._sidecar = Sidecar(sidecar_address(url, config.weights_port), timeout_s=config.startup_timeout_s)
+            self.engine = VllmEngine(own, files, preparer=preparer, place=self._sidecar.pull, waits=False)
+        else:
+            self.engine = VllmEngine(own, files, preparer=preparer, waits=False)
+        self.serves = False
+        self.in_flight = 0
+        self.fault: Exception | None = None
+        """Why it does not serve, or None."""
+        self._failures = self._stale = 0
+        self._due = 0.0
+        self.joining: asyncio.Task[None] | None = None
+        self._lost: asyncio.Future[None] | None = None
+
+    async def update(self, files: PolicyFiles) -> None:
+        """Make the server serve the policy, and verify that. Failures are kept in `fault`, nothing is raised."""
+        self.serves = False
+        try:
+            await self.engine.load(files)
+        except TriplaneError as error:
+            self.leave_out(error)
+        else:
+            self._lost = asyncio.get_running_loop().create_future()
+            self.serves, self.fault = True, None
+
+    def leave_out(self, fault: Exception) -> None:
+        """Do not ask this server until it is updated and verified again."""
+        self.engine.doubt()
+        self.serves, self.fault = False, fault
+        self._failures += 1
+        pause = 0.0 if self._failures == 1 else backoff_s(self._failures - 1, _PAUSE_S, _LONGEST_S)
+        self._stale += isinstance(fault, StaleVersion)
+        self._due = math.inf if self._stale >= STALE else time.monotonic() + pause
+
+    def forgive(self) -> None:
+        """Forget earlier failures, for a new policy."""
+        self._failures = self._stale = 0
+        self._due = 0.0
+
+    def is_due(self) -> bool:
+        """Whether it is time to try again to update a server that was left out."""
+        return not self.serves and (self.joining is None or self.joining.done()) and time.monotonic() >= self._due
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether nothing is tried with this server until the next policy or lease."""
+        return not self.serves and self._due == math.inf
+
+    def abandon(self) -> None:
+        """End the calls in flight with EngineUnreachable: the server does not reply."""
+        if self._lost is not None and not self._lost.done():
+            self._lost.set_result(None)
+
+    async def ask(self, call: Coroutine[Any, Any, T]) -> T:
+        """Result of a call of `engine`, counted as load."""
+        assert self._lost is not None, "asked after an update"
+        lost, task = self._lost, asyncio.ensure_future(call)
+        self.in_flight += 1
+        try:
+            await asyncio.wait({task, lost}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise EngineUnreachable(f"{self.url} does not reply any more: the call goes to another server")
+            result = task.result()
+        finally:
+            self.in_flight -= 1
+            task.cancel()
+        self._failures = 0
+        return result
+
+    async def close(self) -> None:
+        """Close the connections; the server keeps running."""
+        self.serves = False
+        self.abandon()
+        if self.joining is not None:
+            self.joining.cancel()
+            await asyncio.gather(self.joining, return_exceptions=True)
+        await self.engine.close()
+        if self._sidecar is not None:
+            await self._sidecar.close()
+
+
+def choose(serving: Sequence[Replica], episode: int) -> Replica:
+    """Server for a turn of an episode: always the same one, whose prefix cache has earlier turns, unless it is busy.
+
+    Rendezvous hashing with bounded loads: a server that leaves or joins moves only its own episodes, and no server has
+    more than BOUND times the mean load (Mirrokni, Thorup, Zadimoghaddam: Consistent Hashing with Bounded Loads, 2018).
+    serving: not empty.
+    """
+    limit = math.ceil(BOUND * (sum(each.in_flight for each in serving) + 1) / len(serving))
+    free = [each for each in serving if each.in_flight < limit]
+    return max(free, key=lambda each: hashlib.blake2b(f"{episode} {each.url}".encode(), digest_size=8).digest())

@@ -1,0 +1,81 @@
+"""Client of the weights service beside a vLLM server (`python -m inference weights`)."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from pathlib import Path
+
+import httpx
+
+from contracts.errors import ConfigError
+from inference.engines.http import JsonClient
+from inference.engines.vllm_policy import PolicyFiles
+from inference.errors import EngineError, EngineUnreachable
+
+KEY_VARIABLE = "TRIPLANE_WEIGHTS_KEY_FILE"
+"""Environment variable with the file whose first line is the key of the weights services."""
+_WAIT_S = 20.0
+_CALL_S = 60.0
+_log = logging.getLogger(__name__)
+
+
+def read_key() -> str | None:
+    """Key of the weights services, or None if no file is named. Raises ConfigError."""
+    named = os.environ.get(KEY_VARIABLE)
+    if not named:
+        return None
+    try:
+        lines = Path(named).read_text().split()
+    except OSError as error:
+        raise ConfigError(f"{KEY_VARIABLE}={named} can't be read ({error.strerror}): correct or unset it") from None
+    if not lines:
+        raise ConfigError(f"{KEY_VARIABLE}={named} is empty: write the key of the weights services into it")
+    return lines[0]
+
+
+class Sidecar:
+    """Weights service at `address`, e.g. http://host:7500. Belongs to one event loop."""
+
+    def __init__(self, address: str, *, timeout_s: float) -> None:
+        """timeout_s: of a pull without progress."""
+        key = read_key()
+        headers = {"authorization": f"Bearer {key}"} if key else None
+        self._client = JsonClient(address, timeout_s=_CALL_S, retries=2, headers=headers)
+        self._timeout_s = timeout_s
+
+    async def pull(self, files: PolicyFiles, plain: bool) -> Path:
+        """Have the policy pulled, and return its folder on the server's machine. plain: as float32 weights.
+
+        Raises EngineError for a policy that is in no store, and with the service's words.
+        """
+        ref = files.ref
+        if ref is None:
+            raise EngineError(
+                f"policy {files.version[:12]} in {files.name} is no artifact of a store: unset engine.weights_port"
+            )
+        body = {"digest": ref.digest, "key": ref.key, "kind": ref.kind, "plain": plain, "wait_s": _WAIT_S}
+        done, since = -1, time.monotonic()
+        while True:
+            answer = await self._client.call("POST", "/pull", body)
+            if "directory" in answer:
+                return Path(answer["directory"])
+            if answer["done"] != done:
+                done, since = answer["done"], time.monotonic()
+                _log.info("%s pulls %s: %d of %d bytes", self._client.base, ref.short, done, answer["total"])
+            if time.monotonic() - since > self._timeout_s:
+                raise EngineUnreachable(
+                    f"{self._client.base} made no progress with policy {ref.short} for {self._timeout_s:g} s: check its"
+                    " store, or raise engine.startup_timeout_s"
+                )
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._client.close()
+
+
+def sidecar_address(server: str, port: int) -> str:
+    """Address of the weights service at the host of a server."""
+    host = httpx.URL(server).host
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

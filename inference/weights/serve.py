@@ -1,0 +1,64 @@
+"""Run the weights service until SIGINT or SIGTERM."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import uvicorn
+
+from contracts.artifacts import ArtifactRef
+from contracts.errors import ConfigError
+from contracts.store import open_store
+from inference.server.serve import beside, find_checkpoint, split_address
+from inference.weights.folder import WeightsFolder
+from inference.weights.service import Service
+
+_MIN_KEY = 16
+"""Fewest characters of a key."""
+
+
+def read_keys(path: Path) -> tuple[str, ...]:
+    """Keys of a file, one a line. Raises ConfigError."""
+    try:
+        keys = tuple(line.strip() for line in path.read_text().splitlines() if line.strip())
+    except OSError as error:
+        raise ConfigError(f"key file {path} can't be read ({error.strerror}): check its path and rights") from None
+    if not keys or min(len(key) for key in keys) < _MIN_KEY:
+        raise ConfigError(f"key file {path} must hold keys of at least {_MIN_KEY} characters, one a line")
+    return keys
+
+
+def serve(
+    listen: str, folder: Path, *, store: str | None, keep: int, key_file: Path | None, first: str | None, plain: bool
+) -> None:
+    """Serve until interrupted. Prints the address once it is ready.
+
+    first: digest prefix of the checkpoint to pull before. plain: the first one as float32 weights.
+    """
+    host, port = split_address(listen)
+    keys = read_keys(key_file) if key_file else ()
+    weights = WeightsFolder(folder, keep)
+    os.environ["TRIPLANE_CACHE"] = str(weights.cache)
+    opened = open_store(store)
+    try:
+        if first is not None:
+            ref: ArtifactRef = find_checkpoint(first, opened, "--first")
+            weights.start_with(weights.pull(opened, ref, plain=plain))
+        app = Service(weights, opened, keys).starlette()
+        config = uvicorn.Config(app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=5)
+        asyncio.run(_serve(uvicorn.Server(config), weights.folder))
+    finally:
+        weights.close()
+
+
+async def _serve(server: uvicorn.Server, folder: Path) -> None:
+    async def announce() -> None:
+        while not server.started:
+            await asyncio.sleep(0.02)
+        host, port = server.servers[0].sockets[0].getsockname()[:2]
+        print(f"weights of {folder} at http://{host}:{port}", flush=True)
+
+    async with beside(server, announce()):
+        await server.serve()
