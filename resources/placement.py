@@ -83,7 +83,7 @@ class TrainerPlacement(PodPlacement):
 class PlacementConfig(Section):
     """Where the pods of an experiment run on Kubernetes."""
 
-    steps: PodPlacement = PodPlacement()
+    steps: PodPlacement = PodPlacement(cpu=0.25, memory="2Gi")
     """Run and step pods. They never hold GPUs: they are clients of engines, sandboxes and trainers."""
     trainer: TrainerPlacement = TrainerPlacement()
     """The trainer's pods."""

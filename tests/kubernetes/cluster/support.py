@@ -8,6 +8,7 @@ from typing import Any
 
 NAME = "support"
 KEYS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test-secret"}
+PLACEMENT = "{steps: {cpu: 0.05, memory: 2Gi}, trainer: {cpu: 0.05, memory: 4Gi}}"
 BUCKETS = ("triplane", "triplane-logs")
 _S3 = """
 import sys, boto3, threading, time
@@ -29,8 +30,8 @@ def secret(name: str, values: dict[str, str]) -> dict[str, Any]:
 
 
 def experiments(files: list[Path]) -> dict[str, Any]:
-    """ConfigMap of experiment files."""
-    data = {path.name: path.read_text() for path in files}
+    """ConfigMap of experiment files, whose pods ask for little."""
+    data = {path.name: f"{path.read_text()}\nplacement: {PLACEMENT}\n" for path in files}
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "experiments"}, "data": data}
 
 

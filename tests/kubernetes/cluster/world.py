@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from tests.deploy.render_chart import render
 
+from tests.deploy.render_chart import render
 from tests.kubernetes.cluster.support import BUCKETS, KEYS, experiments, postgres_command, s3_server, secret
 from tests.webserver import LAUNCH, ask
 
