@@ -6,15 +6,16 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from tests.acceptance.laboratory import ROOT
 from tests.kubernetes.cluster.world import World
 
 IMAGE = "TRIPLANE_TEST_IMAGE"
 """Image of Triplane that the cluster has, with moto and Debian's PostgreSQL, as NAME:VERSION."""
-TINY = ROOT / "tests" / "dagster" / "tiny.yaml"
+EXPERIMENTS = Path(__file__).with_name("experiments")
+TINY = EXPERIMENTS / "tiny.yaml"
 
 
 @pytest.fixture(scope="session")
@@ -24,7 +25,7 @@ def world() -> Iterator[World]:
     kept = os.environ.get("TRIPLANE_TEST_NAMESPACE")
     made = World(kept or f"triplane-{secrets.token_hex(3)}", os.environ[IMAGE])
     if kept is None or "not found" in made.kubectl("get", "namespace", kept, check=False):
-        made.create([TINY])
+        made.create(sorted(EXPERIMENTS.glob("*.yaml")))
     yield made
     if kept is None:
         made.delete()

@@ -23,12 +23,7 @@ def test_two_iterations_of_the_ui_have_the_digests_of_a_local_run(
         monkeypatch.setenv(name, value)
     remote = Laboratory(tmp_path / "remote", TINY, environment=world.store)
 
-    def finished() -> bool:
-        states = [run["status"] for run in world.runs("tiny_iteration")]
-        assert "FAILURE" not in states, world.why()
-        return states.count("SUCCESS") >= ITERATIONS
-
-    world.wait("two iterations", finished)
+    world.finish("tiny", ITERATIONS)
     local = Laboratory(tmp_path / "local", TINY)
     local.iterate(ITERATIONS)
     assert remote.digests(*KINDS) == local.digests(*KINDS)

@@ -129,6 +129,23 @@ class World:
         config = {"iterations": iterations, "from_policy": "live", "reason": "test"}
         return self.launch(f"{experiment}_train", {"ops": {f"{experiment}_request": {"config": config}}})
 
+    def finish(self, experiment: str, iterations: int) -> None:
+        """Wait until an experiment has this many iterations. Fails with a failed run that nobody launches again."""
+
+        def finished() -> bool:
+            runs = [*self.runs(f"{experiment}_iteration"), *self.runs(f"{experiment}_base")]
+            failed = [run for run in runs if run["status"] == "FAILURE" and not _retried(run)]
+            assert not failed, f"{failed}\n{self.why()}"
+            done = [run for run in runs if run["status"] == "SUCCESS" and run["jobName"].endswith("_iteration")]
+            return len(done) >= iterations
+
+        self.wait(f"{iterations} iteration(s) of {experiment}", finished)
+
+    def iterate(self, experiment: str, iterations: int) -> None:
+        """Ask for iterations and wait for them."""
+        self.train(experiment, iterations)
+        self.finish(experiment, iterations)
+
     def runs(self, job: str | None = None) -> list[dict[str, Any]]:
         """Runs, newest first."""
         found: list[dict[str, Any]] = self.ask(_RUNS, filter={"pipelineName": job} if job else {})["runsOrError"][
@@ -151,6 +168,10 @@ class World:
                 return found
             time.sleep(1)
         raise AssertionError(f"{what}: not after {patience_s:g} s\n{self.why()}")
+
+
+def _retried(run: dict[str, Any]) -> bool:
+    return any(tag == {"key": "dagster/will_retry", "value": "true"} for tag in run["tags"])
 
 
 def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
