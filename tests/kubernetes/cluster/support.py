@@ -35,7 +35,7 @@ def experiments(files: list[Path]) -> dict[str, Any]:
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "experiments"}, "data": data}
 
 
-def s3_server(image: str, environment: dict[str, str]) -> list[dict[str, Any]]:
+def s3_server(image: str, environment: dict[str, str], node: str) -> list[dict[str, Any]]:
     """A Deployment of moto's S3 server, whose objects are in its memory, and its Service `s3`."""
     labels = {"app": "s3"}
     container = {
@@ -51,7 +51,8 @@ def s3_server(image: str, environment: dict[str, str]) -> list[dict[str, Any]]:
         "readinessProbe": {"exec": {"command": ["test", "-e", "/tmp/ready"]}, "periodSeconds": 1},
         "resources": {"requests": {"cpu": "100m", "memory": "256Mi"}},
     }
-    pod = {"containers": [container], "automountServiceAccountToken": False}
+    where = {"kubernetes.io/hostname": node}
+    pod = {"containers": [container], "automountServiceAccountToken": False, "nodeSelector": where}
     return [
         {
             "apiVersion": "apps/v1",

@@ -58,7 +58,7 @@ class World:
         subprocess.run(["kubectl", "create", "namespace", self.namespace], check=True, capture_output=True)
         passwords = {"triplane-postgres": {"password": "p@ss word"}, "triplane-envd": {"key": "k" * 43}}
         secrets = [secret(name, values) for name, values in {"triplane-s3": KEYS, **passwords}.items()]
-        self.apply([*secrets, experiments(files), *s3_server(self.image, self.environment)])
+        self.apply([*secrets, experiments(files), *s3_server(self.image, self.environment, self.keeper)])
         self.kubectl("rollout", "status", "deployment/s3", "--timeout=180s", timeout=200)
         self.kubectl("label", "nodes", "--all", "--overwrite", "triplane/pool=sandboxes")
         self.apply(self.objects())
@@ -69,6 +69,11 @@ class World:
     def delete(self) -> None:
         """Delete the namespace and everything in it."""
         self.kubectl("delete", "namespace", self.namespace, "--wait=false", check=False)
+
+    @property
+    def keeper(self) -> str:
+        """Node of the servers whose data would be lost with their pod; the others may be drained."""
+        return str(json.loads(self.kubectl("get", "nodes", "--output", "json"))["items"][0]["metadata"]["name"])
 
     @property
     def environment(self) -> dict[str, str]:
@@ -89,6 +94,7 @@ class World:
                 "command": postgres_command(),
                 "runAsUser": pwd.getpwnam("postgres").pw_uid,
                 "storage": {"ephemeral": True},
+                "nodeSelector": {"kubernetes.io/hostname": self.keeper},
                 "resources": small,
             },
             "experiments": {"configMap": "experiments"},
@@ -109,6 +115,17 @@ class World:
         """Environment of a client of the store on this machine."""
         endpoint = {"AWS_ENDPOINT_URL": self.address("s3", 9000), "AWS_DEFAULT_REGION": "us-east-1"}
         return {**KEYS, **endpoint, "TRIPLANE_STORE": f"s3://{BUCKETS[0]}/store"}
+
+    @property
+    def launching(self) -> dict[str, str]:
+        """Environment of a launcher on this machine, as the release's own pods have it."""
+        return {
+            "TRIPLANE_KUBERNETES_NAMESPACE": self.namespace,
+            "TRIPLANE_KUBERNETES_IMAGE": self.image,
+            "TRIPLANE_KUBERNETES_SERVICE_ACCOUNT": f"{RELEASE}-trainer",
+            "TRIPLANE_KUBERNETES_ENV": f"configmap/{RELEASE}-env,secret/triplane-s3",
+            "TRIPLANE_KUBERNETES_RELEASE": RELEASE,
+        }
 
     def ask(self, query: str, **variables: Any) -> dict[str, Any]:
         """Data of a GraphQL answer of the web server."""

@@ -1,0 +1,167 @@
+"""Faults of a cluster whose nodes are on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shlex
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from tests.kubernetes.cluster.world import World
+
+REPAIR = "TRIPLANE_TEST_CLUSTER_UP"
+"""Command that starts again what of the cluster has died; without it no kubelet is killed."""
+OUTAGE_S = 30.0
+VICTIMS = {
+    "run": "dagster/run-id,!dagster/op",
+    "step": "dagster/op",
+    "trainer": "app.kubernetes.io/component=trainer",
+    "envd": "app.kubernetes.io/component=envd",
+    "daemon": "app.kubernetes.io/component=daemon",
+    "code": "app.kubernetes.io/component=code",
+    "webserver": "app.kubernetes.io/component=webserver",
+}
+"""Label selectors of the pods that a fault may hit."""
+
+Fault = Callable[[World, random.Random], str | None]
+"""Does harm and returns what it hit; None if there is nothing to hit now."""
+
+
+def _pod(world: World, kind: str, dice: random.Random) -> dict[str, Any] | None:
+    pods = [pod for pod in world.get("pods", VICTIMS[kind]) if pod["status"]["phase"] == "Running"]
+    return dice.choice(pods) if pods else None
+
+
+def _processes(pod: dict[str, Any]) -> Iterator[int]:
+    """Processes of a pod's containers, which this machine sees as its own."""
+    uid = pod["metadata"]["uid"]
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                place = (entry / "cgroup").read_text()
+                command = (entry / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if (uid in place or uid.replace("-", "_") in place) and b"pause" not in command:
+                yield int(entry.name)
+
+
+def _signal(pids: Iterator[int] | list[int], number: int) -> None:
+    for pid in list(pids):
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            continue
+
+
+def deleting(kind: str) -> Fault:
+    """Delete a pod at once."""
+
+    def fault(world: World, dice: random.Random) -> str | None:
+        pod = _pod(world, kind, dice)
+        if pod is None:
+            return None
+        world.kubectl("delete", "pod", pod["metadata"]["name"], "--grace-period=0", "--force", check=False)
+        return f"deleted {pod['metadata']['name']}"
+
+    return fault
+
+
+def killing(kind: str) -> Fault:
+    """Kill all processes of a pod."""
+
+    def fault(world: World, dice: random.Random) -> str | None:
+        pod = _pod(world, kind, dice)
+        if pod is None:
+            return None
+        _signal(_processes(pod), signal.SIGKILL)
+        return f"killed {pod['metadata']['name']}"
+
+    return fault
+
+
+def evicting(kind: str) -> Fault:
+    """Evict a pod, as a node under pressure or a drain does."""
+
+    def fault(world: World, dice: random.Random) -> str | None:
+        pod = _pod(world, kind, dice)
+        if pod is None:
+            return None
+        name = pod["metadata"]["name"]
+        body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": name, "namespace": world.namespace}}
+        path = f"/api/v1/namespaces/{world.namespace}/pods/{name}/eviction"
+        world.kubectl("create", "--raw", path, "--filename", "-", given=json.dumps(body), check=False)
+        return f"evicted {name}"
+
+    return fault
+
+
+def drain(world: World, dice: random.Random) -> str | None:
+    """Drain the node that keeps no data, and give it back."""
+    nodes = json.loads(world.kubectl("get", "nodes", "--output", "json"))["items"]
+    others = [node["metadata"]["name"] for node in nodes if node["metadata"]["name"] != world.keeper]
+    if not others:
+        return None
+    node = dice.choice(others)
+    options = ("--ignore-daemonsets", "--force", "--delete-emptydir-data", "--timeout=60s")
+    world.kubectl("drain", node, *options, check=False, timeout=90)
+    time.sleep(10)
+    world.kubectl("uncordon", node)
+    return f"drained {node}"
+
+
+def api_server_down(world: World, dice: random.Random) -> str | None:
+    """Stop the API server for a while: requests hang."""
+    pids = [
+        int(pid) for pid in subprocess.run(["pgrep", "-f", "bin/kube-apiserver"], capture_output=True).stdout.split()
+    ]
+    if not pids:
+        return None
+    _signal(pids, signal.SIGSTOP)
+    try:
+        time.sleep(OUTAGE_S)
+    finally:
+        _signal(pids, signal.SIGCONT)
+    return f"API server down {OUTAGE_S:g} s"
+
+
+def s3_down(world: World, dice: random.Random) -> str | None:
+    """Stop the S3 server for a while: requests hang."""
+    pods = world.get("pods", "app=s3")
+    pids = list(_processes(pods[0])) if pods else []
+    _signal(pids, signal.SIGSTOP)
+    try:
+        time.sleep(OUTAGE_S)
+    finally:
+        _signal(pids, signal.SIGCONT)
+    return f"S3 down {OUTAGE_S:g} s" if pids else None
+
+
+def kubelet_killed(world: World, dice: random.Random) -> str | None:
+    """Kill a kubelet and start it again."""
+    repair = os.environ.get(REPAIR)
+    pids = subprocess.run(["pgrep", "-f", "bin/kubelet"], capture_output=True, text=True).stdout.split()
+    if not repair or not pids:
+        return None
+    pid = int(dice.choice(pids))
+    os.kill(pid, signal.SIGKILL)
+    time.sleep(5)
+    subprocess.run(shlex.split(repair), check=True, capture_output=True, timeout=120)
+    return f"killed kubelet {pid}"
+
+
+FAULTS: dict[str, Fault] = {
+    **{f"delete {kind}": deleting(kind) for kind in VICTIMS},
+    **{f"kill {kind}": killing(kind) for kind in VICTIMS},
+    **{f"evict {kind}": evicting(kind) for kind in ("run", "step", "trainer", "code", "daemon")},
+    "drain": drain,
+    "API server down": api_server_down,
+    "S3 down": s3_down,
+    "kubelet killed": kubelet_killed,
+}

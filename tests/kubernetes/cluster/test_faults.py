@@ -1,0 +1,82 @@
+"""Iterations under random faults of the cluster end right, make what an undisturbed laptop makes, and leave nothing.
+
+TRIPLANE_TEST_FAULTS=20     number of faults, one in each iteration
+TRIPLANE_TEST_SEED=0        which ones
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from contracts.artifacts import list_artifacts
+from contracts.store import open_store
+from tests.acceptance.laboratory import Laboratory
+from tests.acceptance.test_iterations_are_exact import KINDS
+from tests.kubernetes.cluster.conftest import TINY
+from tests.kubernetes.cluster.faults import FAULTS
+from tests.kubernetes.cluster.world import World
+
+pytestmark = [pytest.mark.kubernetes, pytest.mark.timeout(6 * 3600)]
+COUNT = int(os.environ.get("TRIPLANE_TEST_FAULTS", "10"))
+SEED = int(os.environ.get("TRIPLANE_TEST_SEED", "0"))
+
+
+def test_random_faults_lose_seconds_and_nothing_else(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dice = random.Random(SEED)
+    kinds = [kind for _ in range(COUNT // len(FAULTS) + 1) for kind in dice.sample(sorted(FAULTS), len(FAULTS))][:COUNT]
+    made = _made(world)
+    world.iterate("tiny", made + 1)
+    undisturbed = _seconds(world, lambda: None)
+    table: list[tuple[str, str, float]] = []
+    for kind in kinds:
+        hit: list[str] = []
+
+        def strike(kind: str = kind, hit: list[str] = hit) -> None:
+            time.sleep(dice.uniform(0, 0.8 * undisturbed))
+            found = world.wait(kind, lambda: FAULTS[kind](world, dice), 120)
+            hit.append(found)
+
+        seconds = _seconds(world, strike)
+        table.append((kind, hit[0], seconds - undisturbed))
+        print(f"{kind}: {hit[0]}; {seconds - undisturbed:+.0f} s", flush=True)
+    for variable, value in world.store.items():
+        monkeypatch.setenv(variable, value)
+    local = Laboratory(tmp_path / "local", TINY)
+    local.iterate(_made(world))
+    remote = Laboratory(tmp_path / "remote", TINY, environment=world.store)
+    assert remote.digests(*KINDS) == local.digests(*KINDS)
+    _require_nothing_left(world)
+    lost = sorted(seconds for _, _, seconds in table)
+    print(f"undisturbed {undisturbed:.0f} s; lost: median {lost[len(lost) // 2]:.0f} s, most {lost[-1]:.0f} s")
+
+
+def _made(world: World) -> int:
+    runs = world.runs("tiny_iteration")
+    return len([run for run in runs if run["status"] == "SUCCESS"])
+
+
+def _seconds(world: World, strike: object) -> float:
+    """Seconds of one more iteration, with a fault."""
+    begun = time.monotonic()
+    before = _made(world)
+    world.train("tiny", 1)
+    assert callable(strike)
+    strike()
+    world.finish("tiny", before + 1)
+    return time.monotonic() - begun
+
+
+def _require_nothing_left(world: World) -> None:
+    """No trainer Job, and no checkpoint that was trained twice."""
+    world.wait("no trainer Job is left", lambda: not world.get("jobs", "app.kubernetes.io/component=trainer"), 120)
+    store = open_store(world.store["TRIPLANE_STORE"])
+    keys = Counter(artifact.ref.key for artifact in list_artifacts(store, "checkpoint"))
+    assert max(keys.values()) == 1
