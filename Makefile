@@ -13,7 +13,7 @@ PARALLEL := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 ZIG = $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt ziglang
 export DAGSTER_DISABLE_TELEMETRY := 1
 
-.PHONY: help install demo test test-slow test-escape test-redteam test-browser test-vllm test-large test-peers test-gpu fuzz-frames lint types format proto ui bench clean
+.PHONY: help install demo test test-slow test-escape test-redteam test-browser test-vllm test-large test-peers test-kubernetes test-gpu fuzz-frames lint types format proto ui bench clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -80,6 +80,9 @@ $(PEERS_STAMP): tests/trainer/requirements-peers.txt
 	$(PEERS_VENV)/bin/pip install --quiet --disable-pip-version-check --requirement $< \
 		|| { echo "make test-peers: the packages of $< can't be installed in $(PEERS_VENV): see pip's message above; they come from PyPI" >&2; exit 1; }
 	touch $@
+
+test-kubernetes: $(NATIVE)  ## on a real cluster: needs KUBECONFIG, kubectl and TRIPLANE_TEST_IMAGE; docs/kubernetes.md
+	$(BIN)/pytest -s -m kubernetes tests/kubernetes/cluster
 
 test-gpu: $(NATIVE)  ## needs a CUDA device
 	$(BIN)/pytest -n auto --maxprocesses 8 -m gpu tests/kernels tests/trainer

@@ -60,6 +60,11 @@ def _signal(pids: Iterator[int] | list[int], number: int) -> None:
             continue
 
 
+def _named(program: str) -> list[int]:
+    found = subprocess.run(["pgrep", "-f", program], capture_output=True, text=True)
+    return [int(pid) for pid in found.stdout.split()]
+
+
 def deleting(kind: str) -> Fault:
     """Delete a pod at once."""
 
@@ -146,10 +151,10 @@ def s3_down(world: World, dice: random.Random) -> str | None:
 def kubelet_killed(world: World, dice: random.Random) -> str | None:
     """Kill a kubelet and start it again."""
     repair = os.environ.get(REPAIR)
-    pids = subprocess.run(["pgrep", "-f", "bin/kubelet"], capture_output=True, text=True).stdout.split()
+    pids = _named("bin/kubelet")
     if not repair or not pids:
         return None
-    pid = int(dice.choice(pids))
+    pid = dice.choice(pids)
     os.kill(pid, signal.SIGKILL)
     time.sleep(5)
     subprocess.run(shlex.split(repair), check=True, capture_output=True, timeout=120)
