@@ -1,0 +1,26 @@
+"""The API server accepts the chart's objects as each supported version of Kubernetes is told to render them."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.deploy.render_chart import render
+from tests.kubernetes.cluster.world import RELEASE, World
+
+pytestmark = [pytest.mark.kubernetes, pytest.mark.timeout(900)]
+VERSIONS = tuple(f"1.{minor}" for minor in range(30, 37))
+EVERYTHING = {
+    "samplers": [{"experiment": "tiny", "replicas": 2}],
+    "engines": [
+        {"experiment": "qwen3-30b-a3b", "replicas": 2, "gpus": 2, "image": f"registry.example/vllm@sha256:{'0' * 64}"}
+    ],
+    "trainer": {"jobset": True},
+}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_api_server_accepts_every_object(world: World, version: str) -> None:
+    for values in ({}, EVERYTHING):
+        objects = render(values, RELEASE, world.namespace, version)
+        said = world.apply(objects, "--dry-run=server")
+        assert len(said.splitlines()) == len(objects), said
