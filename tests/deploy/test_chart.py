@@ -338,6 +338,13 @@ def test_an_existing_database_and_sandbox_server_are_used() -> None:
     assert names == {"triplane-webserver", "triplane-daemon", "triplane-code"}
 
 
+def test_variables_of_values_take_precedence() -> None:
+    found = render({"extraEnv": {"HOME": "/var/home", "TRIPLANE_CACHE_GB": "5"}})
+    assert environment(found)["HOME"] == "/var/home" and environment(found)["TRIPLANE_CACHE_GB"] == "5"
+    (envd,) = dict(templates(found))["triplane-envd"]["spec"]["containers"]
+    assert [each["value"] for each in envd["env"] if each["name"] == "HOME"] == ["/var/home"]
+
+
 def test_configuration_that_changes_restarts_its_pods() -> None:
     def checksums(values: Object) -> dict[str, Any]:
         return {name: each["metadata"].get("annotations") for name, each in templates(render(values))}

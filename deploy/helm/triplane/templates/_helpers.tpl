@@ -150,7 +150,7 @@ imagePullSecrets:
   mountPath: /var/lib/triplane/dagster/workspace.yaml
   subPath: workspace.yaml
   readOnly: true
-{{- if .Values.envd.enabled }}
+{{- if or .Values.envd.enabled .Values.envd.address }}
 - name: envd-key
   mountPath: /var/run/triplane-envd
   readOnly: true
@@ -165,7 +165,7 @@ imagePullSecrets:
 - name: instance
   configMap:
     name: {{ .Release.Name }}-instance
-{{- if .Values.envd.enabled }}
+{{- if or .Values.envd.enabled .Values.envd.address }}
 - name: envd-key
   secret:
     secretName: {{ .Values.envd.existingSecret }}
