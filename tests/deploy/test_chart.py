@@ -116,6 +116,20 @@ def test_envd_has_a_user_namespace_of_its_own_unless_it_is_privileged() -> None:
     assert strict["securityContext"]["seccompProfile"]["localhostProfile"] == "triplane/envd-seccomp.json"
 
 
+def test_a_sandbox_server_has_time_to_drain() -> None:
+    spec = dict(templates(render({"envd": {"drainSeconds": 300}})))["triplane-envd"]["spec"]
+    assert "--drain=300" in spec["containers"][0]["command"] and spec["terminationGracePeriodSeconds"] == 330
+
+
+def test_envd_accepts_its_command() -> None:
+    from envd.__main__ import _parser
+
+    program = dict(templates(objects()))["night-envd"]["spec"]["containers"][0]["command"]
+    assert program[:3] == ["python", "-m", "envd"]
+    given = _parser().parse_args(program[3:])
+    assert given.listen == "0.0.0.0:7400" and given.insecure and str(given.key_file) == "/var/run/triplane-envd/key"
+
+
 def test_what_is_written_lies_on_volumes(pods: dict[str, Object]) -> None:
     for name, template in pods.items():
         volumes = {each["name"] for each in template["spec"].get("volumes", [])}
@@ -276,6 +290,7 @@ def test_a_sampler_is_replaced_without_a_gap() -> None:
     drain = int(container["command"][container["command"].index("--drain") + 1])
     # requests in flight get up to 60 s more
     assert 0 < drain < spec["terminationGracePeriodSeconds"] - 60
+    assert container["command"][0] == "triplane"
     assert found["PodDisruptionBudget", "night-sampler-quickstart"]["spec"]["maxUnavailable"] == 1
     assert ("Service", "night-sampler-my-night") in found
     my_night = found["Deployment", "night-sampler-my-night"]["spec"]["template"]["spec"]["containers"][0]
