@@ -24,7 +24,14 @@ FULL: Object = {
     "experiments": {"configMap": "night"},
     "samplers": [{"experiment": "quickstart", "replicas": 2}, {"experiment": "my_night"}],
     "engines": [
-        {"experiment": "qwen3-4b", "replicas": 2, "gpus": 2, "image": "vllm/vllm-openai:v0.32.0", "scale": True}
+        {
+            "experiment": "qwen3-4b",
+            "replicas": 2,
+            "gpus": 2,
+            "image": "vllm/vllm-openai:v0.32.0",
+            "first": "3f9c2a71",
+            "scale": True,
+        }
     ],
     "trainer": {"jobset": True, "image": {"repository": "registry.example.com/trainer", "tag": "0.1.0"}},
 }

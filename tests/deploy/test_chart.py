@@ -167,7 +167,8 @@ def test_variables_of_services_do_not_reach_pods(pods: dict[str, Object]) -> Non
 
 def test_every_long_running_container_is_probed() -> None:
     for name, template in templates(objects()):
-        for container in containers(template) if name != "night-buckets" else []:
+        lasting = [each for each in containers(template) if each["name"] not in ("buckets", "vllm-side")]
+        for container in lasting:
             # nobody connects to the daemon
             wanted = {"startupProbe", "livenessProbe"} | ({"readinessProbe"} if container.get("ports") else set())
             assert wanted <= set(container), name
@@ -299,7 +300,9 @@ def test_a_sampler_is_replaced_without_a_gap() -> None:
 
 def test_an_engine_gets_gpus_and_reads_weights_of_its_sidecar() -> None:
     spec = {name: each["spec"] for name, each in templates(objects())}["night-engine-qwen3-4b"]
-    engine, weights = spec["containers"]
+    (engine,), (side, weights) = spec["containers"], spec["initContainers"]
+    assert engine["command"] == ["vllm", "serve", "/weights/first"] and weights["restartPolicy"] == "Always"
+    assert (ROOT / side["command"][2]).is_dir()
     assert engine["resources"]["limits"]["nvidia.com/gpu"] == engine["resources"]["requests"]["nvidia.com/gpu"] == "2"
     assert "nvidia.com/gpu" not in weights["resources"]["requests"]
     mounts = {each["mountPath"]: each for each in engine["volumeMounts"]}
@@ -314,8 +317,8 @@ def test_selectors_find_the_pods_of_their_object_alone() -> None:
         chosen = service["spec"]["selector"].items()
         matched = [name for name, each in labels.items() if chosen <= each.items()]
         assert matched == [service["metadata"]["name"]]
-        spec = {name: each["spec"] for name, each in templates(objects())}[matched[0]]
-        names = {port["name"] for container in spec["containers"] for port in container.get("ports", [])}
+        found = containers(dict(templates(objects()))[matched[0]])
+        names = {port["name"] for container in found for port in container.get("ports", [])}
         assert {port["targetPort"] for port in service["spec"]["ports"]} <= names
 
 
@@ -329,7 +332,7 @@ def test_every_pod_denies_connections_that_no_policy_allows(pods: dict[str, Obje
     }
     assert len(listening) == 8
     for name, template in templates(objects()):
-        wanted = {port["containerPort"] for each in template["spec"]["containers"] for port in each.get("ports", [])}
+        wanted = {port["containerPort"] for each in containers(template) for port in each.get("ports", [])}
         open_ports = {
             port["port"]
             for spec in policies.values()

@@ -46,9 +46,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"envd": {"nodeSelector": {"pool": True}}}, "/envd/nodeSelector/pool"),
     ({"samplers": [{"replicas": 1}]}, "/samplers/0"),
     ({"samplers": [{"experiment": "Night"}]}, "/samplers/0/experiment"),
+    ({"engines": [{"experiment": "a", "replicas": 1, "image": "v:1"}]}, "give first"),
     ({"engines": [{"experiment": "a", "replicas": 1}]}, "/engines/0"),
     ({"engines": [{"experiment": "a", "replicas": 1, "image": "vllm"}]}, "/engines/0/image"),
-    ({"engines": [{"experiment": "a", "replicas": 1, "image": "vllm:latest"}]}, "latest"),
+    ({"engines": [{"experiment": "a", "replicas": 1, "image": "vllm:latest", "model": "/m"}]}, "latest"),
     ({"engines": [{"experiment": "a", "replicas": 1, "image": "v:1", "gpuResource": "gpu"}]}, "/engines/0/gpuResource"),
     ({"networkPolicies": {"webserverFrom": [{"pods": {}}]}}, "/networkPolicies/webserverFrom/0"),
 ]
