@@ -64,19 +64,20 @@ class KubernetesLauncher(dg.ConfigurableResource[Any]):
                     context=context, context_injector=channel.injector, message_reader=channel.reader
                 ) as session,
             ):
-                if job is None:
-                    variables = session.get_bootstrap_env_vars()
-                    attempt = Attempt(restarts, folder, context.run_id, variables, self.port)
-                    job = api.create_job(job_manifest(launch, settings, api.namespace, attempt))
-                else:
-                    context.log.info(f"adopted Job {job['metadata']['name']}, created by another run or attempt")
+                created = False
                 try:
+                    if job is None:
+                        variables = session.get_bootstrap_env_vars()
+                        attempt = Attempt(restarts, folder, context.run_id, variables, self.port)
+                        job = api.create_job(job_manifest(launch, settings, api.namespace, attempt))
+                        created = job is not None
                     training = None if job is None else _Training(self, context, api, job, launch, session, on_message)
-                    ending = None if training is None else training.watch()
+                    ending = None if training is None else training.watch(adopted=not created)
                 finally:
                     channel.ended()
-            if training is None or ending is None:  # another driver created it in this moment
-                remove_folder(bucket, folder)
+                    if job is None:  # refused, or another driver created it in this moment
+                        remove_folder(bucket, folder)
+            if training is None or ending is None:
                 continue
             training.deliver()
             where = training.finish()
@@ -112,8 +113,10 @@ class _Training:
         self.messages: list[Mapping[str, Any]] = []
         self._told: set[str] = set()
 
-    def watch(self) -> Ending:
+    def watch(self, *, adopted: bool) -> Ending:
         """Watch the Job to its end. Raises LaunchFailed; if somebody ends the run, the Job is deleted."""
+        name = self.watched.job["metadata"]["name"]
+        self._context.log.info(f"{'adopted' if adopted else 'created'} Job {name} in {self._api.namespace}")
         try:
             return self._watch()
         except (KeyboardInterrupt, DagsterExecutionInterruptedError):
