@@ -93,9 +93,9 @@ class Api:
         """A Service, or None."""
         return self._get("services", self._core.read_namespaced_service, name, _PATIENCE_S)
 
-    def jobs(self, labels: str) -> list[Object]:
+    def jobs(self, labels: str, patience_s: float = _PATIENCE_S) -> list[Object]:
         """Jobs that match a label selector."""
-        return self._list("jobs", self._batch.list_namespaced_job, _PATIENCE_S, label_selector=labels)
+        return self._list("jobs", self._batch.list_namespaced_job, patience_s, label_selector=labels)
 
     def pods(self, labels: str, patience_s: float = _PATIENCE_S) -> list[Object]:
         """Pods that match a label selector."""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from contracts.store import open_store
 from resources.launch import Launch
+from resources.training_logs import kept_logs
 from tests.kubernetes.trainings import launch_as_job
 
 ROOT = Path(__file__).parents[2]
@@ -29,4 +30,6 @@ def start_driver(key: str, store: str, command: list[str]) -> subprocess.Popen[s
 
 if __name__ == "__main__":
     key, store, *command = sys.argv[1:]
-    print(json.dumps(launch_as_job(Launch(command, key=key, experiment="tiny", store=open_store(store)))))
+    opened = open_store(store)
+    launch = Launch(command, key=key, experiment="tiny", store=opened, is_done=lambda: bool(kept_logs(opened, key)))
+    print(json.dumps(launch_as_job(launch)))

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from contracts.digests import digest_of
 from contracts.store import open_store
-from resources.kubernetes.logs import kept_logs
 from resources.launch import Launch
+from resources.training_logs import kept_logs
 from tests.kubernetes.api_server import Cluster
 from tests.kubernetes.conftest import messages_left
 from tests.kubernetes.driver import start_driver

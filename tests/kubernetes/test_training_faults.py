@@ -16,10 +16,10 @@ from contracts.errors import ConfigError
 from contracts.store import open_store
 from resources.channel import PIPES_BUCKET
 from resources.errors import LaunchFailed
-from resources.kubernetes.logs import kept_logs
 from resources.kubernetes.settings import ENVIRONMENT, IMAGE
 from resources.launch import Launch
 from resources.placement import TrainerPlacement
+from resources.training_logs import kept_logs
 from tests.kubernetes.api_server import Cluster
 from tests.kubernetes.conftest import messages_left
 from tests.kubernetes.trainings import launch_as_job

@@ -12,9 +12,9 @@ import pytest
 
 from contracts.artifacts import find_artifact
 from contracts.store import Store
-from resources.kubernetes.logs import kept_logs
 from resources.launch import Launch
 from resources.placement import TrainerPlacement
+from resources.training_logs import kept_logs
 from tests.kubernetes.api_server import Cluster
 from tests.kubernetes.conftest import messages_left
 from tests.kubernetes.trainings import launch_as_job
