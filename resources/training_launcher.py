@@ -36,8 +36,8 @@ def launcher_of(kind: LauncherKind) -> Launcher:
         from resources.kubernetes.launcher import KubernetesLauncher  # needs dagster-aws, which local runs do not
     except ImportError as error:
         raise LaunchFailed(
-            f"trainer.launcher on kubernetes needs {error.name}: run pip install 'triplane[aws,pods]', or set {LAUNCHER}"
-            " to local"
+            f"trainer.launcher on kubernetes needs {error.name}: run pip install 'triplane[aws,pods]', or set"
+            f" {LAUNCHER} to local"
         ) from None
     return KubernetesLauncher()
 
