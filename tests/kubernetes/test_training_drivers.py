@@ -8,6 +8,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from contracts.digests import digest_of
 from contracts.store import open_store
 from resources.launch import Launch
@@ -70,16 +72,32 @@ def test_finished_job_of_a_killed_driver_is_read_and_not_repeated(cluster: Clust
     assert list(Path(kept_logs(open_store(store), key)).rglob("*.log"))
 
 
-def test_ended_driver_deletes_its_job_and_keeps_its_logs(cluster: Cluster, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ended_driver_deletes_its_job_and_keeps_its_logs(cluster: Cluster, tmp_path: Path, number: int) -> None:
     key, store = digest_of(["ended"]), str(tmp_path / "store")
     driver = start_driver(key, store, talk(10_000))
     await_words(cluster, "step 5")
-    driver.send_signal(signal.SIGINT)
+    driver.send_signal(number)
     driver.communicate(timeout=60)
     assert driver.returncode != 0
     await_empty(cluster)
     (log,) = Path(kept_logs(open_store(store), key)).rglob("*.log")
     assert "step 5" in log.read_text()
+    assert messages_left() == []
+
+
+def test_job_of_a_driver_whose_pod_is_moved_goes_on(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key, store = digest_of(["moved"]), str(tmp_path / "store")
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")  # the driver is a pod whose run nobody terminates
+    driver = start_driver(key, store, talk(60))
+    await_words(cluster, "step 5")
+    driver.send_signal(signal.SIGTERM)
+    driver.communicate(timeout=60)
+    assert driver.returncode != 0 and "deletionTimestamp" not in cluster.jobs()[0]["metadata"]
+    messages = launch_as_job(Launch(talk(60), key=key, experiment="tiny", store=open_store(store)))
+    assert len(messages) == 60 and created(cluster) == 1
 
 
 def test_two_drivers_share_one_job(cluster: Cluster, tmp_path: Path) -> None:

@@ -100,6 +100,16 @@ def test_a_pod_that_is_taken_away_is_replaced(cluster: Cluster, tmp_path: Path, 
     assert "went on\n" in [path.read_text() for path in folders[1].iterdir()]
 
 
+def test_a_pod_on_a_lost_node_is_removed_by_force(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("resources.kubernetes.jobs._FORCE_S", 1.0)
+    thread = meanwhile(cluster, cluster.kubelet.lose)
+    launch_as_job(script(tmp_path, fails_once(tmp_path)))
+    thread.join()
+    assert created(cluster) == 2
+
+
 def test_a_training_is_restarted_three_times_at_most(cluster: Cluster, tmp_path: Path) -> None:
     with pytest.raises(LaunchFailed, match=r"after 3 restart\(s\): pod .* was killed \(SIGKILL\)"):
         launch_as_job(script(tmp_path, "sleep 0.2; kill -9 $$"))
