@@ -8,7 +8,7 @@ from ops.checkpoint_check import CHECK, layout_check
 from ops.graph import BASE_POLICY
 from ops.results import Materialized, result
 from ops.step import begin
-from ops.training import training_numbers
+from ops.training import training_logs, training_numbers
 from resources.experiment import Experiment
 from resources.progress import ProgressSink
 from resources.store import StoreResource
@@ -43,8 +43,13 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
         launcher: TrainingLauncher,
         progress: dg.ResourceParam[ProgressSink],
     ) -> Materialized:
-        policy = make_base(begin(context, experiment, spec, store.open(), progress), launcher)
+        step = begin(context, experiment, spec, store.open(), progress)
+        policy = make_base(step, launcher)
         source = {"forked from": str(experiment.fork)} if experiment.fork else {}
-        return result(policy, {**training_numbers(policy), **source}, [layout_check(policy)])
+        return result(
+            policy,
+            {**training_numbers(policy), **training_logs(step.store, policy.ref), **source},
+            [layout_check(policy)],
+        )
 
     return base_policy

@@ -12,7 +12,7 @@ from ops.inputs import trainer_state_of, with_start
 from ops.off_policy import staleness
 from ops.results import Materialized, link, result
 from ops.step import Step, begin
-from ops.training import train_iteration, training_numbers, training_records
+from ops.training import train_iteration, training_logs, training_numbers, training_records
 from resources.experiment import Experiment
 from resources.progress import ProgressSink
 from resources.sampler import SamplerResource
@@ -69,6 +69,7 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
             **training_numbers(candidate),
             "staleness": age,
             **training_costs(candidate, experiment.trainer.launcher.gpus),
+            **training_logs(step.store, candidate.ref),
             "trainer_state": trainer_state_of(step.store, candidate.ref).uri,
             "dataset": link(experiment.name, "dataset"),
         }

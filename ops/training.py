@@ -16,6 +16,7 @@ from ops.step import Step
 from resources.errors import LaunchFailed, LaunchKilled
 from resources.experiment import SftBase
 from resources.launch import Launch, Launcher
+from resources.training_logs import kept_logs
 from trainer.config import SNAPSHOT, SNAPSHOT_JOB, RlJob, SftJob
 
 METRIC_NAMES = {"lr": "learning_rate", "old_kl": "KL to the acting policy", "tis_mean": "importance_weight_mean"}
@@ -86,6 +87,12 @@ def training_numbers(checkpoint: Artifact) -> dict[str, Any]:
         totals["tokens_per_second"] = tokens / seconds
     shown = {METRIC_NAMES.get(name, name): value for name, value in last.items() if name not in OF_ONE_STEP}
     return numbers(shown) | totals
+
+
+def training_logs(store: Store, checkpoint: ArtifactRef) -> dict[str, str]:
+    """Where the logs of the pods that trained a checkpoint are, for display; empty: it was trained otherwise."""
+    where = kept_logs(store, checkpoint.key)
+    return {"training_logs": where} if where else {}
 
 
 def _drop_snapshots(store: Store, job: SftJob | RlJob) -> None:

@@ -32,8 +32,13 @@ def launcher_of(kind: LauncherKind) -> Launcher:
     """The launcher of a kind. Raises ConfigError."""
     if chosen_kind(kind) == "local":
         return LocalLauncher()
-    from resources.kubernetes.launcher import KubernetesLauncher
-
+    try:
+        from resources.kubernetes.launcher import KubernetesLauncher  # needs dagster-aws, which local runs do not
+    except ImportError as error:
+        raise LaunchFailed(
+            f"trainer.launcher on kubernetes needs {error.name}: run pip install 'triplane[aws,pods]', or set"
+            f" {LAUNCHER} to local"
+        ) from None
     return KubernetesLauncher()
 
 

@@ -17,12 +17,9 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import Any
 
 from trainer.errors import RanksLost, TrainingConfigError
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
 
 NODES, NODE_INDEX, RENDEZVOUS_S = "TRIPLANE_NODES", "TRIPLANE_NODE_INDEX", "TRIPLANE_RENDEZVOUS_S"
 _POLL_S, _SIOCGIFADDR = 0.5, 0x8915
@@ -92,15 +89,16 @@ def await_address(node: Node, ranks: int) -> str:
         time.sleep(_POLL_S)
 
 
-def meet_ranks(node: Node, rank: int, ranks: int, timeout: timedelta) -> dist.Store:
-    """Wait until the ranks of all machines have started. Returns the store through which they find each other.
+def meet_ranks(node: Node, rank: int, ranks: int, timeout: timedelta) -> Any:
+    """Wait until the ranks of all machines have started. Returns the store (torch.distributed.Store) through which they
+    find each other.
 
     timeout: longest wait of later operations. Raises RuntimeError after `wait_s`.
     """
-    import torch.distributed as dist
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     wait = timedelta(seconds=node.wait_s)
-    store = dist.TCPStore(node.address, node.port, ranks, rank == 0, wait, wait_for_workers=False)
+    store = TCPStore(node.address, node.port, ranks, rank == 0, wait, wait_for_workers=False)
     if store.add("triplane/arrived", 1) == ranks:
         store.set("triplane/all", "1")
     store.wait(["triplane/all"], wait)

@@ -93,9 +93,9 @@ class Api:
         """A Service, or None."""
         return self._get("services", self._core.read_namespaced_service, name, _PATIENCE_S)
 
-    def jobs(self, labels: str) -> list[Object]:
+    def jobs(self, labels: str, patience_s: float = _PATIENCE_S) -> list[Object]:
         """Jobs that match a label selector."""
-        return self._list("jobs", self._batch.list_namespaced_job, _PATIENCE_S, label_selector=labels)
+        return self._list("jobs", self._batch.list_namespaced_job, patience_s, label_selector=labels)
 
     def pods(self, labels: str, patience_s: float = _PATIENCE_S) -> list[Object]:
         """Pods that match a label selector."""
@@ -139,23 +139,26 @@ class Api:
                 kept = (kept + chunk)[-limit:]
             return kept
 
-        return self._call("get", "pods/log", read, patience_s)
+        found: bytes = self._call("get", "pods/log", read, patience_s)
+        return found
 
     def _create(self, kind: str, function: Callable[..., Any], body: Object) -> Object | None:
         try:
-            return self._json("create", kind, function, _PATIENCE_S, self.namespace, body)
+            made: Object = self._json("create", kind, function, _PATIENCE_S, self.namespace, body)
         except ApiFault as fault:
             if fault.status == 409:
                 return None
             raise
+        return made
 
     def _get(self, kind: str, function: Callable[..., Any], name: str, patience_s: float) -> Object | None:
         try:
-            return self._json("get", kind, function, patience_s, name, self.namespace)
+            found: Object = self._json("get", kind, function, patience_s, name, self.namespace)
         except ApiFault as fault:
             if fault.status == 404:
                 return None
             raise
+        return found
 
     def _list(self, kind: str, function: Callable[..., Any], patience_s: float, **options: str) -> list[Object]:
         found: list[Object] = self._json("list", kind, function, patience_s, self.namespace, **options)["items"]

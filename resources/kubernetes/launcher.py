@@ -34,6 +34,10 @@ from resources.kubernetes.watching import Watched
 from resources.launch import Context, Launch, OnMessage
 from resources.pipes_s3 import PREFIX, bucket_channel, remove_folder
 
+_ASK_S = 5.0
+"""Seconds between two questions why pods have not started."""
+_YOUNG_S, _RARE = 60.0, 3
+"""Seconds after which the Job is asked for only every third interval."""
 _NOW_S = 1.0
 """Patience of a request in the loop, which repeats it anyway."""
 _SETTLE_S = 20.0
@@ -64,19 +68,21 @@ class KubernetesLauncher(dg.ConfigurableResource[Any]):
                     context=context, context_injector=channel.injector, message_reader=channel.reader
                 ) as session,
             ):
-                if job is None:
-                    variables = session.get_bootstrap_env_vars()
-                    attempt = Attempt(restarts, folder, context.run_id, variables, self.port)
-                    job = api.create_job(job_manifest(launch, settings, api.namespace, attempt))
-                else:
-                    context.log.info(f"adopted Job {job['metadata']['name']}, created by another run or attempt")
+                created, training = False, None
                 try:
-                    training = None if job is None else _Training(self, context, api, job, launch, session, on_message)
-                    ending = None if training is None else training.watch()
+                    if job is None:
+                        variables = session.get_bootstrap_env_vars()
+                        attempt = Attempt(restarts, folder, context.run_id, variables, self.port)
+                        job = api.create_job(job_manifest(launch, settings, api.namespace, attempt))
+                        created = job is not None
+                    if job is not None:
+                        training = _Training(self, context, api, job, launch, session, on_message)
+                        ending = training.watch(adopted=not created)
                 finally:
                     channel.ended()
-            if training is None or ending is None:  # another driver created it in this moment
-                remove_folder(bucket, folder)
+                    if job is None or (training is not None and training.deleted):
+                        remove_folder(bucket, folder)  # no Job uses it: refused, ended, or another driver was first
+            if training is None:
                 continue
             training.deliver()
             where = training.finish()
@@ -110,10 +116,15 @@ class _Training:
         self._session, self._on_message = session, on_message
         self.watched, self._logs = Watched(job), PodLogs(api)
         self.messages: list[Mapping[str, Any]] = []
+        self.deleted = False
+        """Whether the Job was deleted because somebody ended the run."""
         self._told: set[str] = set()
+        self._asked = float("-inf")
 
-    def watch(self) -> Ending:
+    def watch(self, *, adopted: bool) -> Ending:
         """Watch the Job to its end. Raises LaunchFailed; if somebody ends the run, the Job is deleted."""
+        name = self.watched.job["metadata"]["name"]
+        self._context.log.info(f"{'adopted' if adopted else 'created'} Job {name} in {self._api.namespace}")
         try:
             return self._watch()
         except (KeyboardInterrupt, DagsterExecutionInterruptedError):
@@ -124,6 +135,7 @@ class _Training:
                 self._logs.keep(self.watched, self._launch.store, self._launch.key)
             finally:
                 self._api.delete_job(self.watched.job, foreground=True, patience_s=_LAST_READ_S)
+                self.deleted = True
             raise
 
     def deliver(self) -> None:
@@ -173,7 +185,7 @@ class _Training:
             late = self._late(started, now, begun) if failing is None else None
             if late is not None:
                 return late
-            time.sleep(self._launcher.poll_s)
+            time.sleep(self._launcher.poll_s * (1 if failing or now - begun < _YOUNG_S else _RARE))
 
     def _look(self) -> bool:
         """Update what is known of the Job. Returns False if it is gone."""
@@ -193,8 +205,11 @@ class _Training:
                     " continues from the last snapshot"
                 )
             return None
-        reason, words = why_waiting(self.watched, self._api)
         limit = self._launch.placement.start_timeout_s
+        if now - self._asked < min(_ASK_S, limit / 4) and now - begun <= limit:
+            return None
+        self._asked = now
+        reason, words = why_waiting(self.watched, self._api)
         if reason in HOPELESS:
             return Ending(words)
         if now - begun > limit:

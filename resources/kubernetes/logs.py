@@ -14,22 +14,11 @@ from contracts.store import Store
 from resources.kubernetes.client import Api, ApiFault
 from resources.kubernetes.manifests import RESTARTS
 from resources.kubernetes.watching import PodRecord, Watched
+from resources.training_logs import logs_folder
 
 LOG_BYTES = 1 << 20
 """What is kept of a pod's log, from its end."""
-FOLDER = "logs/training"
 _READERS = 8
-
-
-def logs_folder(key: str) -> str:
-    """Folder in the store with the logs of all attempts of a training."""
-    return f"{FOLDER}/{key}"
-
-
-def kept_logs(store: Store, key: str) -> str:
-    """Where the logs of a training are, for display; empty: none were kept."""
-    folder = logs_folder(key)
-    return f"{store.url}/{folder}" if store.folders(f"{folder}/") else ""
 
 
 class PodLogs:

@@ -30,6 +30,8 @@ class Kubelet:
         self.capacity: dict[str, int] = {"nvidia.com/gpu": 8}
         self.missing_images: set[str] = set()
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.lost: set[str] = set()
+        """Uids of pods on nodes that do not answer: they stay until they are deleted without a grace period."""
         self._marks: dict[str, str] = {}
         self._kill_at: dict[str, float] = {}
 
@@ -64,7 +66,10 @@ class Kubelet:
         if "deletionTimestamp" not in meta:
             meta["deletionTimestamp"] = now()
             self.objects.touch(pod)
-            self.kill(pod, signal.SIGTERM)
+            if uid not in self.lost:
+                self.kill(pod, signal.SIGTERM)
+        if grace == 0:
+            meta["deletionGracePeriodSeconds"] = 0
         self._kill_at[uid] = min(self._kill_at.get(uid, float("inf")), time.monotonic() + grace)
 
     def disrupt(self, pod: Object, reason: str, message: str) -> None:
@@ -73,8 +78,18 @@ class Kubelet:
         conditions.append({"type": "DisruptionTarget", "status": "True", "reason": reason, "message": message})
         self.delete(pod, None)
 
+    def lose(self, pod: Object) -> None:
+        """Lose the node of a pod, which goes on there: Kubernetes deletes the pod, and nobody confirms that."""
+        self.lost.add(pod["metadata"]["uid"])
+        said = "Taint manager: deleting due to NoExecute taint"
+        self.disrupt(pod, "DeletionByTaintManager", said)
+
     def _sync(self, pod: Object) -> None:
         uid, phase = pod["metadata"]["uid"], pod["status"].get("phase")
+        if uid in self.lost:
+            if time.monotonic() >= self._kill_at[uid] and "deletionGracePeriodSeconds" in pod["metadata"]:
+                self.objects.remove(pod, "pods")
+            return
         process = self.processes.get(uid)
         if process is not None and process.poll() is not None and phase == "Running":
             self._ended(pod, process.returncode)

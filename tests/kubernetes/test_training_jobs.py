@@ -12,9 +12,9 @@ import pytest
 
 from contracts.artifacts import find_artifact
 from contracts.store import Store
-from resources.kubernetes.logs import kept_logs
 from resources.launch import Launch
 from resources.placement import TrainerPlacement
+from resources.training_logs import kept_logs
 from tests.kubernetes.api_server import Cluster
 from tests.kubernetes.conftest import messages_left
 from tests.kubernetes.trainings import launch_as_job
@@ -54,9 +54,13 @@ def two_ranks(world: World, name: str, **config: object) -> SftJob:
     return world.sft_job(name, **config).model_copy(update={"ranks": 2, "rank_timeout_s": 20.0})
 
 
-def test_two_pods_train_the_checkpoint_of_two_local_ranks(world: World, cluster: Cluster) -> None:
-    expected = digest_here(two_ranks(world, "here"))
-    job = two_ranks(world, "pods")
+SHARDED = [pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp2", "deepspeed")]
+
+
+@pytest.mark.parametrize("backend", ["torch", *SHARDED])
+def test_two_pods_train_the_checkpoint_of_two_local_ranks(world: World, cluster: Cluster, backend: str) -> None:
+    here, job = (two_ranks(world, name).model_copy(update={"backend": backend}) for name in ("here", "pods"))
+    expected = digest_here(here)
     messages = launch_as_job(launch_of(job, world.store, 2))
     assert messages[-1]["result"]["checkpoint"]["digest"] == expected
     assert any("loss" in message.get("metrics", {}) for message in messages)

@@ -1,0 +1,35 @@
+"""A driver in a process of its own, so that it can be killed: `python -m tests.kubernetes.driver KEY STORE COMMAND`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from contracts.store import open_store
+from resources.launch import Launch
+from resources.training_logs import kept_logs
+from tests.kubernetes.trainings import launch_as_job
+
+ROOT = Path(__file__).parents[2]
+
+
+def start_driver(key: str, store: str, command: list[str]) -> subprocess.Popen[str]:
+    """Launch a command in another process."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.kubernetes.driver", key, store, *command],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/kernels"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+
+
+if __name__ == "__main__":
+    key, store, *command = sys.argv[1:]
+    opened = open_store(store)
+    launch = Launch(command, key=key, experiment="tiny", store=opened, is_done=lambda: bool(kept_logs(opened, key)))
+    print(json.dumps(launch_as_job(launch)))
