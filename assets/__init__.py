@@ -18,22 +18,14 @@ Imported by triplane_dagster. May import: dagster, ops, resources and what lies 
 
 from __future__ import annotations
 
-import warnings
 from importlib import import_module
-from typing import cast
 
 import dagster as dg
 
 from ops.graph import GRAPH
 from resources.experiment import Experiment
 
-# It would be printed whenever definitions are loaded.
-warnings.filterwarnings("ignore", ".*with_source_code_references", dg.BetaWarning)
-
 
 def experiment_assets(experiment: Experiment) -> list[dg.AssetsDefinition]:
-    """Every asset of one experiment, in graph order: `assets.<name>` of each step that `ops.graph` declares, with a
-    reference to its source.
-    """
-    built = [import_module(f"assets.{spec.name}").build(experiment) for spec in GRAPH]
-    return cast("list[dg.AssetsDefinition]", dg.with_source_code_references(built))
+    """Every asset of one experiment, in graph order: `assets.<name>` of each step that `ops.graph` declares."""
+    return [import_module(f"assets.{spec.name}").build(experiment) for spec in GRAPH]

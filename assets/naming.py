@@ -9,12 +9,15 @@ from typing import Any
 import dagster as dg
 
 from ops.graph import graph_of, pool_of
+from ops.pod_tags import pod_tags
+from ops.retries import bounded, step_retries
 from ops.spec import StepSpec
 from resources.experiment import Experiment
 from resources.ref_io import REF
 
-# Each partitioned check would print one whenever definitions are loaded.
+# Each partitioned check, and each reference to source code, would print one whenever definitions are loaded.
 warnings.filterwarnings("ignore", "Specifying a partitions_def on an AssetCheckSpec", dg.PreviewWarning)
+warnings.filterwarnings("ignore", ".*CodeReference", dg.BetaWarning)
 
 OWNERS = ["team:triplane"]
 SETTINGS_DIGITS = 12
@@ -51,6 +54,13 @@ def code_version(experiment: Experiment, spec: StepSpec) -> str:
     return f"{spec.version}-{spec.settings_digest(experiment)[:SETTINGS_DIGITS]}"
 
 
+def source_of(function: Callable[..., Any]) -> dict[str, dg.CodeReferencesMetadataValue]:
+    """Metadata by which the UI links an asset to the function that defines it."""
+    code = function.__code__
+    place = dg.LocalFileCodeReference(file_path=code.co_filename, line_number=code.co_firstlineno)
+    return {"dagster/code_references": dg.CodeReferencesMetadataValue(code_references=[place])}
+
+
 def define(
     experiment: Experiment,
     spec: StepSpec,
@@ -63,20 +73,27 @@ def define(
 
     The function receives the references of the upstream assets as keyword arguments.
     """
-    return dg.asset(
-        key=key_of(experiment, spec.name),
-        group_name=experiment.name,
-        owners=OWNERS,
-        kinds=kinds,
-        tags=tags_of(spec),
-        description=description,
-        code_version=code_version(experiment, spec),
-        partitions_def=None if spec.once else partitions_of(experiment),
-        ins=inputs_of(experiment, spec),
-        check_specs=checks,
-        dagster_type=REF,
-        pool=pool_of(experiment, spec.name),
-    )
+
+    def decorate(function: Callable[..., Any]) -> dg.AssetsDefinition:
+        return dg.asset(
+            key=key_of(experiment, spec.name),
+            group_name=experiment.name,
+            owners=OWNERS,
+            kinds=kinds,
+            tags=tags_of(spec),
+            metadata=source_of(function),
+            op_tags=pod_tags(experiment),
+            retry_policy=step_retries(),
+            description=description,
+            code_version=code_version(experiment, spec),
+            partitions_def=None if spec.once else partitions_of(experiment),
+            ins=inputs_of(experiment, spec),
+            check_specs=checks,
+            dagster_type=REF,
+            pool=pool_of(experiment, spec.name),
+        )(bounded(function))
+
+    return decorate
 
 
 def check(experiment: Experiment, spec: StepSpec, name: str, description: str, *, blocking: bool) -> dg.AssetCheckSpec:

@@ -4,7 +4,7 @@ from typing import Any
 
 import dagster as dg
 
-from assets.naming import OWNERS, check, code_version, inputs_of, key_of, partitions_of, tags_of
+from assets.naming import OWNERS, check, code_version, inputs_of, key_of, partitions_of, source_of, tags_of
 from ops.graph import ROLLOUTS
 from ops.health import INFRASTRUCTURE_HELD
 from ops.rollouts import CHECK, rollout_ops
@@ -22,6 +22,7 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
         owners=OWNERS,
         kinds={"parquet"},
         tags=tags_of(ROLLOUTS),
+        metadata=source_of(build),
         partitions_def=partitions_of(experiment),
         ins=inputs_of(experiment, ROLLOUTS),
         description="Episodes of the acting policy in sandboxes: episodes, sequences with logprobs, and their costs.",

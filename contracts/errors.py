@@ -34,6 +34,10 @@ class StoreError(TriplaneError):
     """The artifact store can't be reached, is full, or refuses an operation."""
 
 
+class StoreUnreachable(StoreError):
+    """The artifact store does not reply, or replies that it is overloaded. A later attempt may succeed."""
+
+
 class ArtifactMissing(StoreError):
     """No committed artifact has this key or digest."""
 

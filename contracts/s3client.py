@@ -10,7 +10,7 @@ from boto3.session import Session
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
-from contracts.errors import ArtifactMissing, StoreError
+from contracts.errors import ArtifactMissing, StoreError, StoreUnreachable
 
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
@@ -48,6 +48,7 @@ _UNREACHABLE = (
     "ConnectionError",
     "HTTPClientError",
 )
+_OVERLOADED = ("500", "502", "503", "504", "InternalError", "ServiceUnavailable", "SlowDown", "RequestTimeout")
 _ELSEWHERE = ("301", "PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException")
 
 
@@ -116,15 +117,14 @@ def explain(error: ClientError | BotoCoreError, url: str, key: str, endpoint: st
     if code in _ELSEWHERE:
         return StoreError(f"bucket {bucket} is in another region ({code}): set AWS_DEFAULT_REGION to the bucket's")
     if code in _UNREACHABLE:
-        return StoreError(
+        return StoreUnreachable(
             f"store {url} can't be reached at {endpoint} ({code}): check AWS_ENDPOINT_URL and the network, then run the"
             " same command again"
         )
     if code == "NotImplemented":
         return StoreError(f"{endpoint} lacks conditional writes (If-None-Match), which keep writers apart: update it")
-    return StoreError(
-        f"store {url} failed on {key} ({_line(error)}): check {endpoint}, then run the same command again"
-    )
+    kind = StoreUnreachable if code in _OVERLOADED else StoreError
+    return kind(f"store {url} failed on {key} ({_line(error)}): check {endpoint}, then run the same command again")
 
 
 def _line(error: Exception) -> str:

@@ -5,7 +5,6 @@ that silently did not run is an error, and a re-run repeats only what is missing
 """
 
 import json
-import random
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,7 +13,6 @@ from typing import Any
 import dagster as dg
 
 from contracts.artifacts import Artifact, ArtifactRef, artifact_exists, find_artifact, open_artifact
-from contracts.errors import InfraFault
 from contracts.store import Store
 from curation.verify import Verifier
 from inference.rollouts.merge import Gathered, gather_groups, merge_groups
@@ -25,7 +23,9 @@ from ops.graph import PLAN, ROLLOUTS, pool_of
 from ops.health import infrastructure_held
 from ops.inputs import PromptsDrawn
 from ops.loading import load_tasks, load_tokenizer
+from ops.pod_tags import pod_tags
 from ops.results import output, table_facts
+from ops.retries import bounded, step_retries
 from ops.rollout_numbers import rollout_numbers, sampled_numbers, speed_before
 from ops.samples import sample_episodes
 from ops.step import Step, begin
@@ -126,13 +126,19 @@ def _show(step: Step, now: ShardProgress) -> None:
 def rollout_ops(experiment: Experiment) -> tuple[dg.OpDefinition, dg.OpDefinition, dg.OpDefinition]:
     """Ops (plan, shard, merge) of one experiment for its rollouts graph."""
     prefix = f"{experiment.name}_{ROLLOUTS.name}"
+    common: dict[str, Any] = {
+        "pool": pool_of(experiment, ROLLOUTS.name),
+        "tags": pod_tags(experiment),
+        "retry_policy": step_retries(),
+    }
 
     @dg.op(
         name=f"{prefix}_plan",
         out=dg.DynamicOut(dict[str, Any]),
         description="Commit the plan and hand out its shards.",
-        pool=pool_of(experiment, ROLLOUTS.name),
+        **common,
     )
+    @bounded
     def plan(
         context: dg.OpExecutionContext,
         iteration_inputs: ArtifactRef,
@@ -150,8 +156,9 @@ def rollout_ops(experiment: Experiment) -> tuple[dg.OpDefinition, dg.OpDefinitio
     @dg.op(
         name=f"{prefix}_shard",
         description="Sample and commit the groups of one shard.",
-        pool=pool_of(experiment, ROLLOUTS.name),
+        **common,
     )
+    @bounded
     def shard(
         context: dg.OpExecutionContext,
         part: dict[str, Any],
@@ -165,13 +172,8 @@ def rollout_ops(experiment: Experiment) -> tuple[dg.OpDefinition, dg.OpDefinitio
         if artifact_exists(step.store, ROLLOUTS.name, planned.key):
             context.log.info(f"rollouts {planned.key[:12]} are committed: nothing to sample")
             return part
-        try:
-            report = run_async(sample_shard(step, planned, part["shard"], sampler, sandboxes))
-        except InfraFault as fault:
-            if context.retry_number:
-                raise
-            # committed groups stay; once more for what infrastructure lost
-            raise dg.RetryRequested(max_retries=1, seconds_to_wait=random.uniform(1, 5)) from fault
+        # after a fault of infrastructure committed groups stay, and the retry samples only what is missing
+        report = run_async(sample_shard(step, planned, part["shard"], sampler, sandboxes))
         context.log.info(f"shard {part['shard']}: {json.dumps(report)}")
         return {**part, "sampled": report}
 
@@ -179,8 +181,9 @@ def rollout_ops(experiment: Experiment) -> tuple[dg.OpDefinition, dg.OpDefinitio
         name=f"{prefix}_merge",
         description="Merge all groups; fails unless every expected one is committed.",
         out={"result": dg.Out(REF), "check": dg.Out(dg.Nothing), "infrastructure": dg.Out(dg.Nothing)},
-        pool=pool_of(experiment, ROLLOUTS.name),
+        **common,
     )
+    @bounded
     def merge(
         context: dg.OpExecutionContext,
         parts: list[dict[str, Any]],

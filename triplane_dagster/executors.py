@@ -3,35 +3,31 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import dagster as dg
 
 from contracts.errors import ConfigError
+from ops.retries import EXECUTOR_VARIABLE, steps_are_pods
 from triplane_dagster.dead_runs import process_tag
 from triplane_dagster.jobs import REPEATED_WHOLE
-
-VARIABLE = "TRIPLANE_EXECUTOR"
-"""in_process: steps follow one another in the run's process. multiprocess: a process for each step, shards of rollouts
-side by side. k8s: a pod for each step. `triplane iterate` always runs in its own process.
-"""
 
 
 def step_executor() -> dg.ExecutorDefinition:
     """Executor that $TRIPLANE_EXECUTOR names. Raises ConfigError."""
-    name = os.environ.get(VARIABLE) or "in_process"
-    if name == "in_process":
+    name = os.environ.get(EXECUTOR_VARIABLE) or "in_process"
+    if name == "in_process" or (name == "k8s" and not steps_are_pods()):
         return _tagging(dg.in_process_executor)
     if name == "multiprocess":
         return _tagging(dg.multiprocess_executor)
     if name != "k8s":
-        raise ConfigError(f"{VARIABLE}={name}: no such executor; use in_process, multiprocess or k8s")
+        raise ConfigError(f"{EXECUTOR_VARIABLE}={name}: no such executor; use in_process, multiprocess or k8s")
     try:
-        from dagster_k8s import k8s_job_executor
+        from triplane_dagster.step_pods import configured, step_pods_definition, with_named_faults
     except ImportError:
-        raise ConfigError(f"{VARIABLE}=k8s needs dagster-k8s: run pip install 'triplane[k8s]'") from None
-    return _tagging(k8s_job_executor)
+        raise ConfigError(f"{EXECUTOR_VARIABLE}=k8s needs dagster-k8s: run pip install 'triplane[k8s]'") from None
+    return _tagging(step_pods_definition, configured, with_named_faults)
 
 
 class _Tagging(dg.Executor):
@@ -59,11 +55,15 @@ class _Tagging(dg.Executor):
         yield from self._inner.execute(plan_context, execution_plan)
 
 
-def _tagging(inner: dg.ExecutorDefinition) -> dg.ExecutorDefinition:
+def _tagging(
+    inner: dg.ExecutorDefinition,
+    configure: Callable[[Mapping[str, Any]], Mapping[str, object]] = dict,
+    prepare: Callable[[dg.Executor], dg.Executor] = lambda made: made,
+) -> dg.ExecutorDefinition:
     def create(context: dg.InitExecutorContext) -> dg.Executor:
         made = inner.executor_creation_fn
         assert made is not None, "every executor of Dagster has one"
-        return _Tagging(made(context))
+        return _Tagging(prepare(made(context._replace(executor_config=configure(context.executor_config)))))
 
     schema: Any = inner.config_schema
     return dg.ExecutorDefinition(inner.name, schema, inner.get_requirements, create, inner.description)

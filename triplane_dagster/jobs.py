@@ -1,6 +1,6 @@
 """Jobs of an experiment: its base, one iteration, and a rollback."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import dagster as dg
 from pydantic import Field
@@ -8,6 +8,8 @@ from pydantic import Field
 from assets.naming import key_of
 from ops.deploy import servers_line
 from ops.graph import LEARNED, ONCE, PER_ITERATION, SAMPLED
+from ops.pod_tags import pod_tags
+from ops.retries import bounded, step_retries
 from ops.rollback import bring_live, observation, roll_back_once
 from resources.errors import AlreadyLive
 from resources.experiment import Experiment
@@ -46,8 +48,8 @@ def rollback_job_name(experiment: Experiment) -> str:
     return f"{experiment.name}_rollback"
 
 
-def _tags(experiment: Experiment) -> dict[str, str]:
-    return {**REPEATED_WHOLE, EXPERIMENT_TAG: experiment.name}
+def _tags(experiment: Experiment) -> dict[str, Any]:
+    return {**REPEATED_WHOLE, EXPERIMENT_TAG: experiment.name, **pod_tags(experiment)}
 
 
 def base_job(experiment: Experiment) -> UnresolvedAssetJobDefinition:
@@ -103,7 +105,13 @@ class RollBackTo(dg.Config):
 def rollback_job(experiment: Experiment) -> dg.JobDefinition:
     """Job that makes an earlier policy live again; it appears as an observation on the page of sampler."""
 
-    @dg.op(name=f"{experiment.name}_roll_back", out=dg.Out(dg.Nothing))
+    @dg.op(
+        name=f"{experiment.name}_roll_back",
+        out=dg.Out(dg.Nothing),
+        tags=pod_tags(experiment),
+        retry_policy=step_retries(),
+    )
+    @bounded
     def roll_back_op(context: dg.OpExecutionContext, config: RollBackTo, store: StoreResource) -> None:
         opened, request = store.open(), context.run.get_root_run_id() or context.run_id
         try:

@@ -19,6 +19,14 @@ from dagster._core.errors import DagsterAssetCheckFailedError, DagsterUserCodeUn
 # The command line replaces `compute_logs.tail_to_stream`: mirroring of step output has no setting.
 from dagster._core.execution import compute_logs
 
+# Executor of step pods, and its handler: how often pods are checked, and what a failed check says, have no setting.
+from dagster._core.executor.step_delegating import (
+    CheckStepHealthResult,
+    StepDelegatingExecutor,
+    StepHandler,
+    StepHandlerContext,
+)
+
 # Replies of a run launcher to run monitoring.
 from dagster._core.launcher.base import CheckRunHealthResult, WorkerStatus
 
@@ -42,10 +50,14 @@ __all__ = [
     "CanCancelExecutionRequest",
     "CanCancelExecutionResult",
     "CheckRunHealthResult",
+    "CheckStepHealthResult",
     "ConfigurableClassData",
     "DagsterAssetCheckFailedError",
     "DagsterUserCodeUnreachableError",
     "ProxyServerManager",
+    "StepDelegatingExecutor",
+    "StepHandler",
+    "StepHandlerContext",
     "UnresolvedAssetJobDefinition",
     "WorkerStatus",
     "WorkspaceFileTarget",

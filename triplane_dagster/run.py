@@ -14,6 +14,7 @@ import dagster as dg
 from assets.naming import key_of
 from contracts.store import open_store
 from ops.iteration_keys import require_key
+from ops.retries import steps_in_one_process
 from resources.errors import CheckFailed, StepFailed
 from resources.experiment import Experiment
 from resources.progress import ProgressSink, no_progress
@@ -52,7 +53,8 @@ class Runner:
             "sandboxes": dg.ResourceDefinition.hardcoded_resource(self._sandboxes),
             "sampler": dg.ResourceDefinition.hardcoded_resource(self._sampler),
         }
-        self._definitions = definitions_for([experiment], progress, shared)
+        with steps_in_one_process():
+            self._definitions = definitions_for([experiment], progress, shared)
 
     def base(self) -> None:
         """Materialize task suite and base policy.

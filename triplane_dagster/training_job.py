@@ -6,6 +6,8 @@ import time
 import dagster as dg
 from pydantic import Field
 
+from ops.pod_tags import pod_tags
+from ops.retries import bounded, step_retries
 from resources.experiment import Experiment
 from resources.store import StoreResource
 from resources.training_launcher import require_launchable
@@ -59,7 +61,13 @@ def _launched_unix(context: dg.OpExecutionContext) -> float:
 def train_job(experiment: Experiment) -> dg.JobDefinition:
     """Job that asks for iterations."""
 
-    @dg.op(name=train_op_name(experiment), out=dg.Out(dg.Nothing))
+    @dg.op(
+        name=train_op_name(experiment),
+        out=dg.Out(dg.Nothing),
+        tags=pod_tags(experiment),
+        retry_policy=step_retries(),
+    )
+    @bounded
     def request_op(context: dg.OpExecutionContext, config: Training, store: StoreResource) -> None:
         opened = store.open()
         if config.iterations == 0:
@@ -85,7 +93,7 @@ def train_job(experiment: Experiment) -> dg.JobDefinition:
     @dg.job(
         name=train_job_name(experiment),
         description=f"{experiment.name}: ask for further iterations; {experiment.name}_sequence runs them.",
-        tags={EXPERIMENT_TAG: experiment.name, MAX_RETRIES_TAG: "0"},
+        tags={EXPERIMENT_TAG: experiment.name, MAX_RETRIES_TAG: "0", **pod_tags(experiment)},
         config=train_config(experiment, Training(iterations=experiment.iterations)),
     )
     def job() -> None:

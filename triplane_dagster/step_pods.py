@@ -1,0 +1,91 @@
+"""Executor that runs each step in a pod of its own: Dagster's, with settings under which a lost pod costs a retry.
+
+    pod killed, evicted, deleted, node lost  ->  its Job fails at once (backoffLimit 0)  ->  seen within CHECK_S
+        ->  the op's RetryPolicy  ->  a new Job  (`ops.retries`)
+
+With a replacement by the Job itself (backoffLimit above 0, podFailurePolicy Ignore) the second pod would find the step
+begun, exit with 0, and the run would wait forever (dagster 33755).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+from dagster_k8s import k8s_job_executor
+from kubernetes.client import ApiException
+from urllib3.exceptions import HTTPError
+
+from triplane_dagster.pod_faults import faults_of
+from triplane_dagster.private_dagster import (
+    CheckStepHealthResult,
+    StepDelegatingExecutor,
+    StepHandler,
+    StepHandlerContext,
+)
+
+JOB_SPEC = {"backoff_limit": 0, "ttl_seconds_after_finished": 3600}
+"""Fields of the Jobs of steps. An hour leaves time to read why a pod failed."""
+CHECK_S = 5
+"""Seconds between two checks of a step's pod."""
+_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
+
+step_pods_definition = k8s_job_executor
+"""Dagster's executor. Its run configuration (max_concurrent, ...) stays that of Dagster."""
+
+
+def configured(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Executor configuration with our settings for what `given` leaves open.
+
+    Image, environment, volumes and service account are those of the run launcher. Jobs of steps belong to the run's
+    pod, so that Kubernetes deletes them with it.
+    """
+    own = dict(given.get("step_k8s_config") or {})
+    own["job_spec_config"] = {**(own.get("job_spec_config") or {}), **JOB_SPEC}
+    return {**given, "step_k8s_config": own, "enable_owner_references": _ACCOUNT.exists()}
+
+
+def with_named_faults(executor: dg.Executor) -> dg.Executor:
+    """Let an executor of step pods check them more often, and say why a pod was lost."""
+    assert isinstance(executor, StepDelegatingExecutor), "k8s_job_executor makes one"
+    executor._step_handler = _NamedFaults(executor._step_handler)
+    executor._check_step_health_interval_seconds = CHECK_S
+    return executor
+
+
+class _NamedFaults(StepHandler):
+    """Step handler of dagster-k8s whose failed health checks tell the pod's fault."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self._inner = inner
+
+    @property
+    def name(self) -> str:
+        """See StepHandler.name."""
+        return str(self._inner.name)
+
+    def launch_step(self, step_handler_context: StepHandlerContext) -> Iterator[dg.DagsterEvent]:
+        """See StepHandler.launch_step."""
+        yield from self._inner.launch_step(step_handler_context)
+
+    def check_step_health(self, step_handler_context: StepHandlerContext) -> CheckStepHealthResult:
+        """Health of the step's Job; if it failed, with the reason of its pod."""
+        found: CheckStepHealthResult = self._inner.check_step_health(step_handler_context)
+        if found.is_healthy:
+            return found
+        return CheckStepHealthResult.unhealthy(f"{found.unhealthy_reason} {self._why(step_handler_context)}".strip())
+
+    def terminate_step(self, step_handler_context: StepHandlerContext) -> Iterator[dg.DagsterEvent]:
+        """See StepHandler.terminate_step."""
+        yield from self._inner.terminate_step(step_handler_context)
+
+    def _why(self, context: StepHandlerContext) -> str:
+        job = self._inner._get_k8s_step_job_name(context)
+        namespace = self._inner._get_container_context(context).namespace
+        try:
+            return faults_of(self._inner._api_client.get_pods_in_job(job, namespace))
+        except (ApiException, HTTPError) as error:  # the step has failed anyway, without a reason in words
+            return f"(its pod can't be read: {type(error).__name__})"
