@@ -1,0 +1,62 @@
+"""Run launcher for Kubernetes: Dagster's, which runs each run in a pod, with answers that let runs survive outages.
+
+Dagster's own takes an API server that does not reply for a dead run, and launches a second pod beside the living one;
+and the steps of a run whose pod was lost go on beside those of its repetition. Name it in dagster.yaml:
+
+    run_launcher: {module: triplane_dagster.run_pods, class: RunPodLauncher, config: ...}  # config of K8sRunLauncher
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from dagster import DagsterRun
+from dagster_k8s import K8sRunLauncher
+from kubernetes.client import ApiException
+from urllib3.exceptions import HTTPError
+
+from triplane_dagster.pod_faults import faults_of
+from triplane_dagster.private_dagster import CheckRunHealthResult, WorkerStatus
+
+_log = logging.getLogger(__name__)
+_NO_JOB = "could not be found"
+_RUN, _STEP = "dagster-run-", "dagster-step-"
+"""Beginnings of the names of Jobs."""
+
+
+class RunPodLauncher(K8sRunLauncher):
+    """Launches each run in a pod and checks it there."""
+
+    def check_run_worker_health(self, run: DagsterRun) -> Any:
+        """Health of a run; FAILED, with the reason of its pod, only if the API server says so."""
+        found = super().check_run_worker_health(run)  # type: ignore[no-untyped-call]
+        if found.status is WorkerStatus.UNKNOWN and _NO_JOB not in (found.msg or ""):
+            return CheckRunHealthResult(
+                WorkerStatus.RUNNING, f"the API server does not reply: checking again later ({found.msg})"
+            )
+        if found.status not in (WorkerStatus.UNKNOWN, WorkerStatus.FAILED):
+            return found
+        self._end_steps(run)
+        return CheckRunHealthResult(WorkerStatus.FAILED, f"{found.msg} {self._why(run)}".strip())
+
+    def _why(self, run: DagsterRun) -> str:
+        try:
+            job = f"{_RUN}{run.run_id}"
+            return faults_of(self._api_client.get_pods_in_job(job, self._namespace(run)))
+        except (ApiException, HTTPError) as error:  # the run has failed anyway, without a reason in words
+            return f"(its pod can't be read: {type(error).__name__})"
+
+    def _end_steps(self, run: DagsterRun) -> None:
+        """Delete the Jobs of a lost run's steps; Kubernetes does the same once it deletes the run's pod."""
+        namespace, api = self._namespace(run), self._api_client.batch_api
+        try:
+            for job in api.list_namespaced_job(namespace, label_selector=f"dagster/run-id={run.run_id}").items:
+                name, status = job.metadata.name, job.status
+                if name.startswith(_STEP) and not status.succeeded and not status.failed:
+                    api.delete_namespaced_job(name, namespace, propagation_policy="Background")
+        except (ApiException, HTTPError) as error:
+            _log.warning("steps of run %s can't be ended: %s", run.run_id, type(error).__name__)
+
+    def _namespace(self, run: DagsterRun) -> str:
+        return str(self.get_container_context_for_run(run).namespace)
