@@ -3,8 +3,9 @@ recognized.
 
     <prefix><machine>.<pid>.<start>.<random>
 
-machine: digest of the boot and the pid namespace; start: start time of the process, since pids are reused. Only
-leftovers of this machine's processes are recognized; those of other machines are never touched.
+machine: digest of the boot and the pid namespace, so each container is a machine of its own; start: start time of the
+process, since pids are reused. Only leftovers of this machine's processes are recognized; those of other machines are
+never touched.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ _SOCKET_PATH = 107
 """Maximum bytes of a socket's path on Linux (unix(7))."""
 ABANDONED_S = 24 * 3600.0
 """Age in seconds above which files without an owner on this machine count as leftovers."""
-_NAME = re.compile(r"(?P<machine>[0-9a-f]{6})\.(?P<pid>\d+)\.(?P<start>\d+)\.[A-Za-z0-9_]+")
+_DIGITS = 12
+_NAME = re.compile(r"(?P<machine>[0-9a-f]{6}|[0-9a-f]{12})\.(?P<pid>\d+)\.(?P<start>\d+)\.[A-Za-z0-9_]+")
 
 
 def owned_name() -> str:
@@ -61,7 +63,7 @@ def socket_directory(prefix: str, socket_name: int) -> Path:
 def fate_of_owner(name: str, prefix: str = "") -> Fate:
     """State of the process that owns a name. unknown: a foreign name, another machine, or not visible."""
     found = _NAME.match(name.removeprefix(prefix)) if name.startswith(prefix) else None
-    if found is None or found["machine"] != _machine() or found["start"] == _UNSEEN_START:
+    if found is None or found["start"] == _UNSEEN_START or not _is_here(found["machine"]):
         return "unknown"
     try:
         return "alive" if start_of(int(found["pid"])) == found["start"] else "gone"
@@ -114,8 +116,14 @@ def _owner(pid: int) -> str:
     return f"{_machine() or 'unseen'}.{pid}.{start_of(pid) or _UNSEEN_START}"
 
 
+def _is_here(machine: str) -> bool:
+    """Whether a name's machine is this one; names of earlier versions have its first six digits."""
+    here = _machine()
+    return here is not None and here.startswith(machine)
+
+
 @functools.cache
 def _machine() -> str | None:
-    """Six digits for this boot and pid namespace, or None without /proc."""
+    """Digits for this boot and pid namespace, or None without /proc."""
     space = pid_space()
-    return None if space is None else hashlib.sha256(space.encode()).hexdigest()[:6]
+    return None if space is None else hashlib.sha256(space.encode()).hexdigest()[:_DIGITS]

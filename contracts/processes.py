@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 
@@ -14,10 +15,16 @@ def boot_id() -> str | None:
 
 
 def pid_space() -> str | None:
-    """This boot and pid namespace, within which pid and start time identify a process; None without /proc."""
+    """This boot and pid namespace, within which pid and start time identify a process; None without /proc.
+
+    Containers of one node share its boot, and each has a pid 1. An inode of a namespace is used again only after all of
+    its processes have ended.
+    """
     boot = boot_id()
     try:
-        return None if boot is None else f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+        if boot is None or str(Path("/proc/self").readlink()) != str(os.getpid()):  # /proc of another namespace
+            return None
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
     except OSError:
         return None
 

@@ -7,11 +7,11 @@ import socket
 
 import dagster as dg
 
-from contracts.processes import boot_id, start_of
+from contracts.processes import pid_space, start_of
 
 PROCESS_TAG = "triplane/process"
-"""Tag with the process that executes a run, and the run: host, boot, pid, start, run id. Dagster copies the tags of a
-run to its repetition, which another process executes.
+"""Tag with the process that executes a run, and the run: host, boot:pid namespace, pid, start, run id. Dagster copies
+the tags of a run to its repetition, which another process executes. Earlier versions wrote no pid namespace.
 """
 
 _UNFINISHED = [
@@ -24,8 +24,11 @@ _UNFINISHED = [
 
 def process_name(pid: int) -> str | None:
     """Identifier of a process on this machine that stays unique when its pid is reused; None if it is gone."""
-    boot, started = boot_id(), start_of(pid)
-    return None if boot is None or started is None else f"{socket.gethostname()}/{boot}/{pid}/{started}"
+    space, started = pid_space(), start_of(pid)
+    if space is None or started is None:
+        return None
+    machine = space.replace(" pid:[", ":").removesuffix("]")
+    return f"{socket.gethostname()}/{machine}/{pid}/{started}"
 
 
 def process_tag(run_id: str) -> dict[str, str]:
@@ -34,19 +37,35 @@ def process_tag(run_id: str) -> dict[str, str]:
     return {} if name is None else {PROCESS_TAG: f"{name}/{run_id}"}
 
 
+def is_dead(name: str) -> bool:
+    """Whether the process of a `process_name` is known to have ended; False if it ran where this process can't look."""
+    here, parts = process_name(os.getpid()), name.split("/")
+    if here is None or len(parts) != len(here.split("/")) or parts[0] != here.split("/")[0]:
+        return False
+    boot, _, namespace = parts[1].partition(":")
+    own_boot, _, own_namespace = here.split("/")[1].partition(":")
+    if boot != own_boot:
+        return True
+    if namespace and namespace != own_namespace:
+        return False
+    try:
+        return start_of(int(parts[2])) != parts[3]
+    except (OSError, ValueError):
+        return False
+
+
 def end_dead_runs(instance: dg.DagsterInstance) -> list[str]:
     """End unfinished runs whose process died on this machine. Returns their ids.
+
+    Runs in other pods are none of them: the run launcher watches those.
 
     A run of the UI is marked as failed, so that `run_retries` launches it again. A run of the command line is marked as
     canceled, since whoever gave the command repeats it, and so is one that somebody was terminating.
     """
-    here = process_name(os.getpid())
     ended = []
     for run in instance.get_runs(dg.RunsFilter(statuses=_UNFINISHED)):
         name, _, executed = run.tags.get(PROCESS_TAG, "").rpartition("/")
-        if here is None or executed != run.run_id or name.split("/")[0] != here.split("/")[0]:
-            continue
-        if process_name(int(name.split("/")[2])) != name:
+        if executed == run.run_id and is_dead(name):
             why = "The process died. Committed work is kept; the next run continues from it."
             if run.remote_job_origin is None or run.status is dg.DagsterRunStatus.CANCELING:
                 instance.report_run_canceled(run, why)
