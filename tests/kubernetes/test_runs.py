@@ -14,11 +14,19 @@ from contracts.store import open_store
 from ops.graph import ONCE, PER_ITERATION
 from resources.experiment import load_experiment
 from resources.refs import read_ref
+from tests.kubernetes.objects import Object
 from tests.kubernetes.run_world import ROOT, RunWorld, run_world
+from triplane_dagster.cluster_plan import objects_of
 from triplane_dagster.sequence import run_iterations
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
 TINY = ROOT / "tests" / "dagster" / "tiny.yaml"
+
+
+def step_of(job: Object) -> str | None:
+    """Step that a Job executes; None for a run's."""
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    return next((each["value"] for each in container["env"] if each["name"] == "DAGSTER_RUN_STEP_KEY"), None)
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +61,11 @@ def test_an_iteration_of_pods_with_a_killed_and_an_evicted_step_has_the_digests_
     assert set(retried) == {"tiny__prompts", "tiny__rewards"}
     error = retried["tiny__prompts"].step_retry_data.error
     assert error and "was killed for memory: its limit is 4Gi: raise placement.steps.memory" in error.message
+    made = {step_of(job) for job in world.cluster.jobs() if job["metadata"]["labels"]["dagster/run-id"] == run_id}
+    monkeypatch.setenv("TRIPLANE_KUBERNETES_IMAGE", "triplane:1")
+    planned = [each.purpose for each in objects_of(experiment, open_store(str(tmp_path / "fresh")), world.instance)]
+    promised = planned[planned.index("run of tiny_iteration") + 1 :]
+    assert made - {None} == {each.removeprefix("step ") for each in promised if each.startswith("step ")}
     for job in world.cluster.jobs():
         assert job["spec"]["backoffLimit"] == 0 and "podFailurePolicy" not in job["spec"]
     monkeypatch.setenv("TRIPLANE_STORE", str(tmp_path / "alone"))
