@@ -17,7 +17,8 @@ EXPERIMENT_LABEL = "triplane/experiment"
 
 def pod_tags(experiment: Experiment) -> dict[str, Any]:
     """Tag of a job or op. Other executors and launchers ignore it, so definitions are the same everywhere."""
-    placement, labels = experiment.placement.steps, {EXPERIMENT_LABEL: experiment.name}
+    placement = experiment.placement.steps
+    labels = {EXPERIMENT_LABEL: experiment.name.rstrip("_")}  # a label must not end so
     return {
         CONFIG_TAG: {
             "container_config": {"resources": placement.resources()},

@@ -30,6 +30,17 @@ from tests.kubernetes.objects import Object, Objects, Refused, matches, merge, n
 
 NAMESPACE = "triplane"
 KINDS = {"jobs": "Job", "pods": "Pod", "services": "Service", "events": "Event", "configmaps": "ConfigMap"}
+VERSION = {
+    "major": "1",
+    "minor": "36",
+    "gitVersion": "v1.36.0",
+    "gitCommit": "0" * 40,
+    "gitTreeState": "clean",
+    "buildDate": "2026-04-22T00:00:00Z",
+    "goVersion": "go1.26.0",
+    "compiler": "gc",
+    "platform": "linux/amd64",
+}
 _PATH = re.compile(
     r"/(?:api|apis/(?P<group>[^/]+))/(?P<version>v[^/]+)(?:/namespaces/(?P<namespace>[^/]+))?/(?P<plural>[a-z]+)"
     r"(?:/(?P<name>[^/]+)(?:/(?P<sub>[a-z]+))?)?$"
@@ -92,8 +103,8 @@ class Cluster:
 
     def answer(self, method: str, path: str, query: dict[str, str], body: Any) -> Object:
         """The object that answers a request. Raises Refused."""
-        if path == "/version":
-            return {"major": "1", "minor": "36", "gitVersion": "v1.36.0"}
+        if path in ("/version", "/version/"):
+            return VERSION
         match = _PATH.match(path)
         if match is None:
             raise Refused(404, "NotFound", "the server could not find the requested resource")
@@ -126,6 +137,10 @@ class Cluster:
             )
 
     def _create(self, namespace: str, plural: str, body: Object) -> Object:
+        if plural == "selfsubjectaccessreviews":
+            asked = body["spec"]["resourceAttributes"]
+            kind = "/".join(filter(None, (asked["resource"], asked.get("subresource"))))
+            return {**body, "status": {"allowed": (asked["verb"], kind) not in self.forbidden}}
         meta = body.get("metadata", {})
         for key, value in meta.get("labels", {}).items():
             if len(value) > 63 or not re.fullmatch(r"([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?", value):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -59,6 +59,14 @@ def iterate(
             "--dry-run", help="Only print what would run: every step, its key, and whether its result exists."
         ),
     ] = False,
+    on: Annotated[
+        Literal["here", "kubernetes"],
+        typer.Option(
+            "--on",
+            help="here: in this process. kubernetes: ask the deployment that shares the store; with --dry-run, print"
+            " every object that it would create, as YAML.",
+        ),
+    ] = "here",
     as_json: AsJson = False,
 ) -> None:
     """Run further iterations of an experiment; make the base policy first if it is missing.
@@ -72,8 +80,18 @@ def iterate(
         triplane iterate -e quickstart -n 3 --set trainer.learning_rate=1e-4
 
         triplane iterate -e qwen3-30b-a3b --dry-run
+
+        triplane iterate --on kubernetes -n 3
     """
     wanted = find_experiment(experiment, overrides)
+    if on == "kubernetes":
+        from triplane_dagster.cli.on_kubernetes import ask, print_objects
+
+        if dry_run:
+            print_objects(wanted, as_json=as_json)
+        else:
+            ask(wanted, count or wanted.iterations, overrides, as_json=as_json)
+        return
     if dry_run:
         _print_plan(wanted, as_json=as_json)
         return

@@ -26,7 +26,7 @@ def checks() -> list[Check]:
         Check("PostgreSQL", "Dagster's records in a deployment", postgres),
         Check("Docker", "deploy/compose.yaml", docker),
         Check("Docker Compose", "deploy/compose.yaml", compose),
-        Check("Kubernetes", "clusters; nothing of this version runs on one", kubernetes),
+        Check("Kubernetes", "clusters; `triplane doctor --kubernetes` tests one", kubernetes),
     ]
 
 

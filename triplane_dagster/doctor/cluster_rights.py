@@ -1,0 +1,42 @@
+"""Rights of Dagster's pods in their namespace, each with the feature that fails without it. The chart's Role has these
+and no others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Right:
+    """A verb on a kind of objects."""
+
+    verb: str
+    resource: str
+    feature: str
+    """What fails without it."""
+    group: str = ""
+    subresource: str = ""
+
+    def __str__(self) -> str:
+        """The right as kubectl writes it, e.g. get jobs.batch/status."""
+        kind = f"{self.resource}.{self.group}" if self.group else self.resource
+        return f"{self.verb} {kind}{f'/{self.subresource}' if self.subresource else ''}"
+
+
+RIGHTS = (
+    Right("create", "jobs", "launching runs, steps and trainers", "batch"),
+    Right("get", "jobs", "adopting a trainer that a killed step left", "batch"),
+    Right("list", "jobs", "finding trainers without owner, and steps of a lost run", "batch"),
+    Right("delete", "jobs", "terminating runs, steps and trainers", "batch"),
+    Right("get", "jobs", "noticing lost run and step pods", "batch", "status"),
+    Right("get", "pods", "deleting the steps of a run with its pod"),
+    Right("list", "pods", "telling why a pod was lost"),
+    Right("delete", "pods", "terminating runs and steps, and pods of lost nodes"),
+    Right("get", "pods", "the logs of trainers", "", "log"),
+    Right("list", "events", "telling why a pod does not start"),
+    Right("create", "services", "trainers of several nodes"),
+    Right("get", "services", "trainers of several nodes"),
+    Right("list", "services", "finding services that a trainer left"),
+    Right("delete", "services", "removing services that a trainer left"),
+)
