@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import socket
 import tempfile
+import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -184,6 +186,24 @@ def test_a_server_that_comes_back_is_used_again(servers: list[Server]) -> None:
         async with asyncio.timeout(30):
             while (await client.create(template)).server.address != servers[1].address:
                 await asyncio.sleep(0.2)
+
+    over(servers, work)
+
+
+def test_a_call_on_a_machine_that_vanished_without_a_word_fails_within_seconds(servers: list[Server]) -> None:
+    """A stopped process keeps its connections open and answers nothing, like a machine without power."""
+
+    async def work(client: FleetClient) -> None:
+        sandbox = await client.create(await client.put_template(FILES))
+        silent = next(each for each in servers if each.address == sandbox.server.address)
+        assert silent.process is not None
+        silent.process.send_signal(signal.SIGSTOP)
+        began = time.monotonic()
+        with pytest.raises(ServerLost):
+            await sandbox.call(ToolCall("exec", {"command": "true"}), timeout_s=120)
+        assert time.monotonic() - began < 40
+        again = await client.create(await client.put_template(FILES))
+        assert again.server.address != silent.address
 
     over(servers, work)
 
