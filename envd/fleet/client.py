@@ -24,8 +24,10 @@ from envd.types import Handle, Limits, VerifyResult
 T = TypeVar("T")
 REFRESH_S = 10.0
 """Seconds between two resolutions of names, at least: servers come and go."""
-VERIFY_TRIES = 3
+VERIFY_TRIES = 2
 """Servers that one verification is sent to, one after the other, while each is lost."""
+WAIT_S = 30.0
+"""Longest wait for a server while none can be used: what is killed is usually started again in seconds."""
 LOOK_S = 2.0
 """Seconds between two looks at the servers that have sandboxes of ours: whether they drain."""
 _AGAIN_S = 0.5
@@ -52,7 +54,6 @@ class FleetClient(SandboxClient):
         self._faults: list[str] = []
         self._refreshing = asyncio.Lock()
         self._refreshed = -REFRESH_S
-        self._met_any = False
         self._looking: asyncio.Task[None] | None = None
         self._moving: dict[Member, asyncio.Task[None]] = {}
 
@@ -186,31 +187,33 @@ class FleetClient(SandboxClient):
     async def _somewhere(self, work: Callable[[Member], Awaitable[T]], key: str | None = None, tries: int = 0) -> T:
         """Do work on the best server, and on the next one if that is lost or drains.
 
-        tries: servers that are tried at most; 0: all.
+        tries: at most; 0: as many as there are servers.
         """
         tried: list[Member] = []
+        failures = 0
         while True:
             async with self._chosen(tried, key) as member:
                 try:
                     return await work(member)
                 except (ServerLost, ServerDraining):
-                    if len(tried) == tries:
+                    failures += 1
+                    if failures >= (tries or max(VERIFY_TRIES, len(self._members))):
                         raise
 
     @asynccontextmanager
     async def _chosen(self, tried: list[Member], key: str | None) -> AsyncIterator[Member]:
-        """A server that answers and was not tried yet. Raises ServerUnavailable if there is none.
+        """A server that answers and was not tried yet, else any that answers within `WAIT_S`.
 
-        Like a client of one server, it waits for one that still starts, unless one has answered before.
+        Raises ServerUnavailable if there is none.
         """
         if not self._members and self._refreshed < 0:
             raise EnvdError("SandboxClient is not open: use it as `async with open_client(address) as client`")
-        deadline = time.monotonic() + RPC_GRACE_S
+        deadline = time.monotonic() + WAIT_S
         while True:
             await self._refresh()
             member = self._best(tried, key)
             if member is None:
-                if self._met_any or time.monotonic() > deadline:
+                if time.monotonic() > deadline:
                     raise ServerUnavailable(self._all_lost())
                 await asyncio.sleep(_AGAIN_S)
                 tried.clear()
@@ -218,7 +221,6 @@ class FleetClient(SandboxClient):
             tried.append(member)
             with member.working():  # counted at once, so that those who choose meanwhile see it
                 if await member.serves():
-                    self._met_any = True
                     yield member
                     return
 
@@ -287,6 +289,6 @@ class FleetClient(SandboxClient):
         reasons = [f"{each.address}: {each.fault or 'it failed just now'}" for each in listed]
         reasons += self._faults
         return (
-            f"none of the {len(listed)} envd servers of {self.address} can be used ({'; '.join(reasons)}): check that"
-            " `python -m envd serve` runs there"
+            f"none of the {len(listed)} envd servers of {self.address} can be used ({'; '.join(reasons)}), for"
+            f" {WAIT_S:g} s: check that `python -m envd serve` runs there"
         )

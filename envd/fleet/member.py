@@ -23,8 +23,13 @@ from envd.types import BackendInfo, Handle
 PROBE_S = 3.0
 """Longest wait for a health check."""
 _FIRST_OUT_S, _LONGEST_OUT_S = 1.0, 30.0
-KEEPALIVE = (("grpc.keepalive_time_ms", 15_000), ("grpc.keepalive_timeout_ms", 5_000))
-"""So that calls on a machine that vanished without a word fail within 20 s. Servers allow a ping every 10 s."""
+KEEPALIVE = (
+    ("grpc.keepalive_time_ms", 15_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+"""So that calls on a machine that vanished without a word fail within 30 s. Servers allow a ping every 10 s."""
 _CREATE, _DELETE = "sandboxes.Create", "sandboxes.Delete"
 _log = logging.getLogger(__name__)
 

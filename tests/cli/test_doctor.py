@@ -16,6 +16,7 @@ import pytest
 from moto.server import ThreadedMotoServer
 
 from benchmarks.faulty_s3 import Fault, faulty_s3
+from envd.local import LocalEnvd
 from triplane_dagster.doctor import accelerators, isolation, machine, services
 from triplane_dagster.doctor.findings import Check, ask, make, ok
 from triplane_dagster.doctor.trials.torch_devices import fp8_of
@@ -147,6 +148,20 @@ def test_an_envd_that_does_not_answer_is_broken(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setenv("TRIPLANE_ENVD", address)
     found = isolation.sandboxes()
     assert found.state == "broken" and address in found.fix and "unset TRIPLANE_ENVD" in found.fix
+
+
+def test_each_of_several_envd_servers_is_tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with LocalEnvd() as first, LocalEnvd() as second:
+        monkeypatch.setenv("TRIPLANE_ENVD", f"{first.address},{second.address}")
+        found = isolation.sandboxes()
+        assert found.state == "ok" and found.found.startswith("2 servers: "), found
+    with LocalEnvd() as first:
+        monkeypatch.setenv("TRIPLANE_ENVD", f"{first.address},unix:{tmp_path}/none.sock")
+        found = isolation.sandboxes()
+        assert found.state == "broken" and f"{tmp_path}/none.sock" in found.found, found
+    monkeypatch.setenv("TRIPLANE_ENVD", "dns:no-such-name.invalid:7400")
+    found = isolation.sandboxes()
+    assert found.state == "broken" and "no-such-name.invalid" in found.found, found
 
 
 def test_a_program_that_hangs_or_fails_is_broken_and_holds_nothing_up(

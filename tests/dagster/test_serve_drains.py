@@ -101,6 +101,9 @@ async def test_sigterm_of_one_of_two_servers_and_a_swap_under_load_fail_no_reque
             leaving.process.send_signal(signal.SIGTERM)
             refused = await leaving.ready(503)
             assert "draining" in refused["reason"] and time.monotonic() - began < 2
+            async with httpx.AsyncClient(timeout=30) as http:
+                late = await http.get(f"http://{await leaving.address()}/health")
+            assert (late.status_code, late.headers["connection"]) == (200, "close")
             code = await asyncio.to_thread(leaving.ended, 60)
             took = time.monotonic() - began
             await asyncio.sleep(1)

@@ -102,6 +102,7 @@ def test_a_sandbox_moves_between_servers_that_ask_for_certificates(tmp_path: Pat
     async def job(first: str, second: str) -> None:
         async with OperationsClient(first, ours) as here, OperationsClient(second, ours) as there:
             sandbox = await here.create(await here.put_template(FILES))
+            await there.info()  # it has started
             await sandbox.files.write("calc.py", b"moved\n")
             moved = await sandbox.migrate(there)
             assert (await moved.call(READ)).text == "1 moved"

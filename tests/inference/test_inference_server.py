@@ -3,7 +3,9 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +195,41 @@ async def test_an_unreachable_server_is_named_after_bounded_retries() -> None:
     with pytest.raises(EngineUnreachable, match=r"127\.0\.0\.1:9.* 2 attempts"):
         await engine.version()
     await engine.close()
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_sigterm_answers_what_was_accepted_and_exits_with_0(served: tuple[str, Path, Path], signals: int) -> None:
+    """A second signal ends the time for late requests, not the requests in flight."""
+    command = ["serve", "--policy", str(served[1]), "--listen", "127.0.0.1:0", "--threads", "1", "--drain", "2"]
+    process = subprocess.Popen([sys.executable, "-m", "inference", *command], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    found = re.search(r"at (http://\S+/v1)", process.stdout.readline())
+    assert found
+    body = {"prompt": [1, 2], "max_tokens": 250, "seed": 1}
+    with httpx.Client(base_url=found[1], timeout=60) as http, ThreadPoolExecutor() as threads:
+
+        def ask() -> httpx.Response | None:
+            try:
+                return http.post("/completions", json=body)
+            except httpx.ConnectError:
+                return None  # it was not accepted
+
+        flying = [threads.submit(ask) for _ in range(8)]
+        time.sleep(0.3)
+        began = time.monotonic()
+        for _ in range(signals):
+            process.terminate()
+            time.sleep(0.1)
+        if signals == 1:
+            flying += [threads.submit(ask)]
+        answers = [each.result() for each in flying]
+    accepted = [answer for answer in answers if answer is not None]
+    assert accepted and (len(accepted) == 9 or signals == 2)
+    assert {answer.status_code for answer in accepted} == {200}
+    assert {answer.json()["usage"]["completion_tokens"] for answer in accepted} == {250}
+    assert process.wait(60) == 0
+    assert (time.monotonic() - began >= 2) or signals == 2
+    process.stdout.close()
 
 
 def test_unknown_policy_is_a_one_line_error(tmp_path: Path) -> None:

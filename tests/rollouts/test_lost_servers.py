@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import socket
 import tempfile
+import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -188,6 +190,24 @@ def test_a_server_that_comes_back_is_used_again(servers: list[Server]) -> None:
     over(servers, work)
 
 
+def test_a_call_on_a_machine_that_vanished_without_a_word_fails_within_seconds(servers: list[Server]) -> None:
+    """A stopped process keeps its connections open and answers nothing, like a machine without power."""
+
+    async def work(client: FleetClient) -> None:
+        sandbox = await client.create(await client.put_template(FILES))
+        silent = next(each for each in servers if each.address == sandbox.server.address)
+        assert silent.process is not None
+        silent.process.send_signal(signal.SIGSTOP)
+        began = time.monotonic()
+        with pytest.raises(ServerLost):
+            await sandbox.call(ToolCall("exec", {"command": "true"}), timeout_s=120)
+        assert time.monotonic() - began < 40
+        again = await client.create(await client.put_template(FILES))
+        assert again.server.address != silent.address
+
+    over(servers, work)
+
+
 def test_a_verification_whose_server_is_lost_runs_on_another(servers: list[Server]) -> None:
     task = one_file_task(0)
 
@@ -201,7 +221,9 @@ def test_a_verification_whose_server_is_lost_runs_on_another(servers: list[Serve
     over(servers, work)
 
 
-def test_all_servers_lost_is_one_error_that_names_them(servers: list[Server]) -> None:
+def test_all_servers_lost_is_one_error_that_names_them(servers: list[Server], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("envd.fleet.client.WAIT_S", 2.0)
+
     async def work(client: FleetClient) -> None:
         template = await client.put_template(FILES)
         for each in servers:
@@ -214,6 +236,21 @@ def test_all_servers_lost_is_one_error_that_names_them(servers: list[Server]) ->
             await Workspaces(client, Limits(), 60).start(one_file_task(0))
 
     over(servers, work)
+
+
+def test_episodes_wait_for_the_only_server_while_it_is_started_again(
+    servers: list[Server], tokenizer: ChatTokenizer, tmp_path: Path
+) -> None:
+    """A list of one name is usual on a cluster of one node."""
+
+    def restart() -> None:
+        servers[0].kill()
+        time.sleep(3)
+        servers[0].start()
+
+    undisturbed = sample(servers[1].address, LocalStore(tmp_path / "a"), tokenizer, lambda: None)
+    disturbed = sample(f"{servers[0].address},{servers[0].address}", LocalStore(tmp_path / "b"), tokenizer, restart)
+    assert disturbed.ref.digest == undisturbed.ref.digest and disturbed.meta["infra_errors"] == 0
 
 
 def test_a_server_that_still_starts_is_waited_for(servers: list[Server]) -> None:

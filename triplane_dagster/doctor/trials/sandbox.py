@@ -22,8 +22,15 @@ async def use_all(address: str) -> str:
     servers, faults = await servers_of(entries_of(address))
     if faults or not servers:
         raise TriplaneError("; ".join(faults) or f"{address} stands for no server")
-    said = [await use(each) for each in sorted(servers)]
+    said = [await _named(each) for each in sorted(servers)]
     return said[0] if len(said) == 1 else f"{len(said)} servers: {'; '.join(dict.fromkeys(said))}"
+
+
+async def _named(address: str) -> str:
+    try:
+        return await use(address)
+    except TimeoutError as error:
+        raise TriplaneError(f"no envd answers at {address} within {ANSWER_S:g} s") from error
 
 
 async def use(address: str) -> str:
