@@ -117,8 +117,8 @@ class WeightsServer:
 
         until(answers)
 
-    def pull(self, key: str | None = None, **body: Any) -> httpx.Response:
-        headers = {"authorization": f"Bearer {key}"} if key else {}
+    def pull(self, bearer: str | None = None, **body: Any) -> httpx.Response:
+        headers = {"authorization": f"Bearer {bearer}"} if bearer else {}
         return httpx.post(f"{self.url}/pull", json=body, headers=headers, timeout=90)
 
     def stop(self) -> None:
