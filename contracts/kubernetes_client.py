@@ -30,11 +30,12 @@ def connect() -> Any:
     except ImportError:
         raise ConfigError("the package kubernetes is missing: pip install 'triplane[pods]'") from None
     settings = client.Configuration()
+    settings.retries = False  # callers retry, with pauses
     try:
-        if (_ACCOUNT / "token").exists() and not os.environ.get("KUBECONFIG"):
+        if os.environ.get("KUBERNETES_SERVICE_HOST") and (_ACCOUNT / "token").is_file():
             config.load_incluster_config(client_configuration=settings)
         else:
-            config.load_kube_config(client_configuration=settings)
+            config.load_kube_config(_kubeconfig(), client_configuration=settings, persist_config=False)
     except (ConfigException, OSError) as error:
         said = " ".join(str(error).split())
         raise ConfigError(f"no Kubernetes cluster is configured ({said}): set KUBECONFIG, or run in a pod") from None
@@ -54,9 +55,14 @@ def namespace() -> str:
         from kubernetes import config
         from kubernetes.config.config_exception import ConfigException
 
-        return str(config.list_kube_config_contexts()[1]["context"].get("namespace") or "default")
+        return str(config.list_kube_config_contexts(_kubeconfig())[1]["context"].get("namespace") or "default")
     except (ImportError, ConfigException, OSError, KeyError, TypeError):
         return "default"
+
+
+def _kubeconfig() -> str:
+    """Path of the kubeconfig file; the package reads the variable only when it is imported."""
+    return os.environ.get("KUBECONFIG") or str(Path.home() / ".kube/config")
 
 
 def explain(error: Exception, what: str) -> ClusterError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
+import random
 import time
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
@@ -15,6 +16,7 @@ from inference.engines.config import VllmConfig
 from inference.engines.sidecar import Sidecar, sidecar_address
 from inference.engines.vllm import VllmEngine
 from inference.engines.vllm_policy import PolicyFiles, Preparer
+from inference.engines.vllm_update import UNPROVEN
 from inference.errors import EngineUnreachable, StaleVersion
 
 T = TypeVar("T")
@@ -24,6 +26,8 @@ STALE = 3
 """StaleVersion faults after which a server is given up until the next policy: another client uses it, and two clients
 would take it from each other for ever.
 """
+OTHERS_S = (10.0, 40.0, 160.0)
+"""Seconds to wait for another client that loads the same policy, before an own attempt."""
 _PAUSE_S, _LONGEST_S = 2.0, 60.0
 
 
@@ -53,19 +57,37 @@ class Replica:
         """Make the server serve the policy, and verify that. Failures are kept in `fault`, nothing is raised."""
         self.serves = False
         try:
-            await self.engine.load(files)
+            await self._load(files)
         except TriplaneError as error:
             self.leave_out(error)
         else:
             self._lost = asyncio.get_running_loop().create_future()
             self.serves, self.fault = True, None
 
+    async def _load(self, files: PolicyFiles) -> None:
+        """Load the policy. Clients of one policy, such as the shards of an iteration, let each other finish: each waits
+        for a while, longer each time, as the other one may have died.
+        """
+        unproven = f"{UNPROVEN}{files.version}:"
+        for wait_s in OTHERS_S:
+            until = time.monotonic() + wait_s
+            while (await self.engine.mark()).startswith(unproven) and time.monotonic() < until:
+                await asyncio.sleep(random.uniform(0.2, 0.6))
+            try:
+                await self.engine.load(files)
+                return
+            except StaleVersion:
+                mark = await self.engine.mark()
+                if wait_s == OTHERS_S[-1] or not (mark == files.version or mark.startswith(unproven)):
+                    raise
+
     def leave_out(self, fault: Exception) -> None:
         """Do not ask this server until it is updated and verified again."""
         self.engine.doubt()
         self.serves, self.fault = False, fault
         self._failures += 1
-        pause = 0.0 if self._failures == 1 else backoff_s(self._failures - 1, _PAUSE_S, _LONGEST_S)
+        patient = self._failures + isinstance(fault, StaleVersion) - 1
+        pause = backoff_s(patient, _PAUSE_S, _LONGEST_S) if patient else 0.0
         self._stale += isinstance(fault, StaleVersion)
         self._due = math.inf if self._stale >= STALE else time.monotonic() + pause
 

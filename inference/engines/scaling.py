@@ -7,12 +7,18 @@ the account may not).
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from contracts.kubernetes_client import TIMEOUT_S, ClusterError, connect, explain, namespace
+from contracts.retries import backoff_s
 
 T = TypeVar("T")
+PATIENCE_S = 60.0
+"""Seconds for which a call is repeated while the API server is away."""
+PASSING = {None, 0, 408, 429, 500, 502, 503, 504}
+"""HTTP statuses of faults that pass; None: no reply."""
 _SHOWN = 3
 _log = logging.getLogger(__name__)
 
@@ -69,10 +75,17 @@ class Scale:
         from kubernetes import client
         from urllib3.exceptions import HTTPError
 
+        until, failures = time.monotonic() + PATIENCE_S, 0
         try:
-            return work(client, api)
-        except (client.ApiException, HTTPError) as error:
-            raise explain(error, what) from None
+            while True:
+                try:
+                    return work(client, api)
+                except (client.ApiException, HTTPError) as error:
+                    failures += 1
+                    passing = getattr(error, "status", None) in PASSING
+                    if not passing or time.monotonic() > until:
+                        raise explain(error, what) from None
+                time.sleep(backoff_s(failures, 1.0, 10.0))
         finally:
             api.close()
 

@@ -139,6 +139,10 @@ class VllmEngine:
         """Prove the server's weights again before its next use."""
         self._ready = False
 
+    async def mark(self) -> str:
+        """Version that the external server names now, which may be unproven or another client's."""
+        return await served_version(await self._connect(self._config.base_url or ""))
+
     async def check(self, timeout_s: float) -> None:
         """Check that the server replies in time and names the policy.
 

@@ -6,7 +6,7 @@ Faults are switched on by POST /fault: {"stale": true} ignores loads, {"blind": 
 {"die": true} ends the process without a word. {"seized": [VERSION, CALL, N]} marks the server with VERSION right after
 the Nth CALL, {"late": [VERSION, CALL]} lets a mark with VERSION come right after CALL was answered, whoever asks for
 what; {"reborn": true} forgets at a final mark what was loaded, as a server started again just before it;
-{"routes": TEXT} answers this instead of the routed experts.
+{"routes": TEXT} answers this instead of the routed experts; {"broken": true} answers a generation with 500.
 """
 
 from __future__ import annotations
@@ -191,6 +191,8 @@ class Handler(BaseHTTPRequestHandler):
         while self.served.asleep:
             time.sleep(0.01)
         self.served.salts.append(body["cache_salt"])
+        if self.served.fault.get("broken"):
+            return None
         version = self.served.version
         time.sleep(self.served.fault.get("hold", 0))
         made = [(sampling.get("seed", 0) + step) % 90 for step in range(sampling["max_tokens"])]
@@ -229,4 +231,4 @@ class Handler(BaseHTTPRequestHandler):
 if __name__ == "__main__":
     flags = dict(zip(sys.argv[1::1], sys.argv[2::1], strict=False))
     Handler.served = Served(flags["--model"])
-    ThreadingHTTPServer(("127.0.0.1", int(flags["--port"])), Handler).serve_forever()
+    ThreadingHTTPServer((flags.get("--host", "127.0.0.1"), int(flags["--port"])), Handler).serve_forever()
