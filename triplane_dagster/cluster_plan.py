@@ -54,7 +54,7 @@ def objects_of(experiment: Experiment, store: Store, instance: dg.DagsterInstanc
     assert launcher is None or isinstance(launcher, K8sRunLauncher)
     with steps_in_one_process():  # the objects are the same, and nothing of a cluster is needed
         definitions = definitions_for([experiment])
-    planned = []
+    planned: list[PlannedObject] = []
     for number, name in enumerate(_job_names(experiment, steps), start=1):
         planned += _run_objects(definitions.resolve_job_def(name), f"{_ID}{number}", experiment, launcher)
     for spec in (BASE_POLICY, CHECKPOINT):
@@ -95,11 +95,11 @@ def _run_objects(
     base = _pods_of(launcher)
     tagged = base.merge(K8sContainerContext(run_k8s_config=get_user_defined_k8s_config(job.tags)))
     yield _planned(f"run of {job.name}", f"dagster-run-{run_id}", "execute_run", tagged, launcher)
-    ours = UserDefinedDagsterK8sConfig.from_dict(configured({})["step_k8s_config"])
+    ours = UserDefinedDagsterK8sConfig(**configured({})["step_k8s_config"])
     for key, op in _steps(job.graph, experiment):
         own = get_user_defined_k8s_config(op.tags)
         pods = base.merge(K8sContainerContext(run_k8s_config=ours)).merge(K8sContainerContext(run_k8s_config=own))
-        name = f"dagster-step-{get_k8s_job_name(run_id, key)}"
+        name = f"dagster-step-{get_k8s_job_name(run_id, key)}"  # type: ignore[no-untyped-call]
         yield _planned(f"step {key}", name, "execute_step", pods, launcher)
 
 
@@ -139,7 +139,9 @@ def _pods_of(launcher: K8sRunLauncher | None) -> K8sContainerContext:
         volumes=launcher.volumes,
         labels=launcher.labels,
         resources=launcher.resources,
-        run_k8s_config=UserDefinedDagsterK8sConfig.from_dict(launcher.run_k8s_config or {}),
+        run_k8s_config=UserDefinedDagsterK8sConfig.from_dict(  # type: ignore[no-untyped-call]
+            launcher.run_k8s_config or {}
+        ),
     )
 
 

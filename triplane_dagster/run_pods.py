@@ -30,7 +30,7 @@ class RunPodLauncher(K8sRunLauncher):
 
     def check_run_worker_health(self, run: DagsterRun) -> Any:
         """Health of a run; FAILED, with the reason of its pod, only if the API server says so."""
-        found = super().check_run_worker_health(run)  # type: ignore[no-untyped-call]
+        found = super().check_run_worker_health(run)
         if found.status is WorkerStatus.UNKNOWN and _NO_JOB not in (found.msg or ""):
             return CheckRunHealthResult(
                 WorkerStatus.RUNNING, f"the API server does not reply: checking again later ({found.msg})"

@@ -165,12 +165,12 @@ def _dates() -> Iterator[tuple[str, float]]:
         from contracts.s3client import connect
 
         try:
-            reply = connect().head_bucket(Bucket=urlsplit(url).netloc)["ResponseMetadata"]
+            headers = connect().head_bucket(Bucket=urlsplit(url).netloc)["ResponseMetadata"]["HTTPHeaders"]
         except ClientError as error:
-            reply = error.response["ResponseMetadata"]
+            headers = error.response["ResponseMetadata"]["HTTPHeaders"]
         except BotoCoreError:
             return  # the check of the store tells it
-        yield "S3", _date(reply["HTTPHeaders"])
+        yield "S3", _date(headers)
 
 
 def _date(headers: Mapping[str, str]) -> float:
@@ -232,7 +232,8 @@ def gpus(experiments: Sequence[Experiment]) -> Finding:
     nodes = _listed(kube.CoreV1Api(client()).list_node)
     if nodes is None:
         return missing("not checked: this account may not list nodes", f"{_ADMIN}, or `kubectl describe nodes`")
-    told, lacking = [], []
+    told: list[str] = []
+    lacking: list[str] = []
     for each in experiments:
         launcher, resource = each.trainer.launcher, each.placement.trainer.gpu_resource
         if not launcher.gpus:

@@ -37,6 +37,5 @@ RIGHTS = (
     Right("list", "events", "telling why a pod does not start"),
     Right("create", "services", "trainers of several nodes"),
     Right("get", "services", "trainers of several nodes"),
-    Right("list", "services", "finding services that a trainer left"),
     Right("delete", "services", "removing services that a trainer left"),
 )

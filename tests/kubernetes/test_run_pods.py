@@ -1,0 +1,154 @@
+"""What our run launcher says of a run's pod to Dagster's run monitoring, and how faults of pods are told."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import pytest
+
+pytest.importorskip("dagster_k8s")
+from kubernetes.client import (
+    V1Container,
+    V1ContainerState,
+    V1ContainerStateTerminated,
+    V1ContainerStateWaiting,
+    V1ContainerStatus,
+    V1ObjectMeta,
+    V1Pod,
+    V1PodCondition,
+    V1PodSpec,
+    V1PodStatus,
+    V1ResourceRequirements,
+)
+
+from tests.kubernetes.api_server import NAMESPACE, Cluster, serving
+from triplane_dagster.pod_faults import faults_of, pod_fault
+from triplane_dagster.private_dagster import WorkerStatus
+from triplane_dagster.run_pods import RunPodLauncher
+
+RUN = "11111111-2222-3333-4444-555555555555"
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    with serving(Cluster(tmp_path / "cluster")) as running:
+        yield running
+
+
+@pytest.fixture
+def launcher(cluster: Cluster) -> Iterator[RunPodLauncher]:
+    made = RunPodLauncher(
+        service_account_name="runs",
+        instance_config_map="instance",
+        dagster_home="/tmp",
+        job_namespace=NAMESPACE,
+        load_incluster_config=False,
+        kubeconfig_file=str(cluster.folder / "kubeconfig.json"),
+    )
+    with dg.DagsterInstance.ephemeral() as instance:
+        made.register_instance(instance)
+        yield made
+
+
+def started() -> dg.DagsterRun:
+    return dg.DagsterRun(job_name="tiny_base", run_id=RUN, status=dg.DagsterRunStatus.STARTED)
+
+
+def job(name: str, seconds: str) -> dict[str, Any]:
+    labels = {"dagster/run-id": RUN}
+    pod = {"restartPolicy": "Never", "containers": [{"name": "dagster", "image": "a:1", "command": ["sleep", seconds]}]}
+    template = {"metadata": {"labels": labels}, "spec": pod}
+    return {"metadata": {"name": name, "labels": labels}, "spec": {"backoffLimit": 0, "template": template}}
+
+
+def test_an_api_server_that_does_not_reply_ends_no_run(cluster: Cluster, launcher: RunPodLauncher) -> None:
+    cluster.add("jobs", job(f"dagster-run-{RUN}", "60"))
+    cluster.await_pods(1)
+    assert launcher.check_run_worker_health(started()).status is WorkerStatus.RUNNING
+    cluster.down(60)
+    found = launcher.check_run_worker_health(started())
+    assert found.status is WorkerStatus.RUNNING and "does not reply: checking again later" in found.msg
+
+
+def test_a_lost_run_pod_is_told_and_takes_its_steps_along(cluster: Cluster, launcher: RunPodLauncher) -> None:
+    cluster.add("jobs", job(f"dagster-run-{RUN}", "60"))
+    cluster.add("jobs", job("dagster-step-one", "60"))
+    other = job("dagster-step-other", "60")
+    other["metadata"]["labels"] = {"dagster/run-id": RUN.replace("1", "9")}
+    cluster.add("jobs", other)
+    pods = {each["metadata"]["labels"]["job-name"]: each for each in cluster.await_pods(3)}
+    cluster.kubelet.kill(pods[f"dagster-run-{RUN}"], reason="OOMKilled")
+    cluster.await_pods(1, "Failed")
+    deadline = time.monotonic() + 30
+    while (found := launcher.check_run_worker_health(started())).status is not WorkerStatus.FAILED:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert "was killed for memory: it has no limit of its own, its node ran out of memory" in found.msg
+    assert {each["metadata"]["name"] for each in cluster.jobs()} == {f"dagster-run-{RUN}", "dagster-step-other"}
+
+
+def test_a_run_whose_job_was_deleted_has_failed(launcher: RunPodLauncher) -> None:
+    found = launcher.check_run_worker_health(started())
+    assert found.status is WorkerStatus.FAILED and f"dagster-run-{RUN} could not be found" in found.msg
+
+
+def pod(**status: Any) -> V1Pod:
+    limits = V1ResourceRequirements(limits={"memory": "768Mi"})
+    spec = V1PodSpec(containers=[V1Container(name="dagster", resources=limits)])
+    return V1Pod(metadata=V1ObjectMeta(name="p"), spec=spec, status=V1PodStatus(**status))
+
+
+def container(**state: Any) -> V1ContainerStatus:
+    now = V1ContainerState(**state)
+    return V1ContainerStatus(name="dagster", image="a", image_id="", ready=False, restart_count=0, state=now)
+
+
+OOM = V1ContainerStateTerminated(exit_code=137, reason="OOMKilled")
+DISRUPTED = {"type": "DisruptionTarget", "status": "True", "message": "said"}
+
+
+@pytest.mark.parametrize(
+    ("lost", "words"),
+    [
+        (
+            pod(container_statuses=[container(terminated=OOM)]),
+            "was killed for memory: its limit is 768Mi: raise placement.steps.memory",
+        ),
+        (
+            pod(reason="Evicted", message="The node was low on resource: memory."),
+            "ended as Evicted: The node was low on resource: memory."
+            " (`placement.steps.memory` is what it may count on)",
+        ),
+        (
+            pod(conditions=[V1PodCondition(**DISRUPTED, reason="PreemptionByScheduler")]),
+            "was preempted by a pod of higher priority (`placement.steps.priority_class`)",
+        ),
+        (
+            pod(conditions=[V1PodCondition(**DISRUPTED, reason="DeletionByTaintManager")]),
+            "was deleted with its node, which was lost or tainted",
+        ),
+        (
+            pod(
+                container_statuses=[
+                    container(waiting=V1ContainerStateWaiting(reason="ImagePullBackOff", message='pulling "a:1"'))
+                ]
+            ),
+            'does not start: ImagePullBackOff pulling "a:1"',
+        ),
+        (
+            pod(conditions=[V1PodCondition(type="PodScheduled", status="False", message="0/3 nodes are available")]),
+            "has no node: 0/3 nodes are available",
+        ),
+    ],
+)
+def test_a_fault_of_a_pod_is_told_in_words(lost: V1Pod, words: str) -> None:
+    assert pod_fault(lost) == words and faults_of([lost]) == f"pod p {words}"
+
+
+def test_an_exit_code_alone_is_no_fault_of_a_pod() -> None:
+    ended = pod(container_statuses=[container(terminated=V1ContainerStateTerminated(exit_code=1, reason="Error"))])
+    assert pod_fault(ended) is None and faults_of([ended]) == ""
