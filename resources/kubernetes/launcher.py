@@ -18,7 +18,6 @@ from typing import Any
 from urllib.parse import urlparse
 
 import dagster as dg
-from dagster._core.errors import DagsterExecutionInterruptedError
 from pydantic import Field
 
 from resources.channel import PIPES_BUCKET
@@ -127,7 +126,7 @@ class _Training:
         self._context.log.info(f"{'adopted' if adopted else 'created'} Job {name} in {self._api.namespace}")
         try:
             return self._watch()
-        except (KeyboardInterrupt, DagsterExecutionInterruptedError):
+        except (KeyboardInterrupt, dg.DagsterExecutionInterruptedError):
             if _is_wanted(self._context):
                 raise
             try:
