@@ -68,7 +68,7 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
         metadata = {
             **training_numbers(candidate),
             "staleness": age,
-            **training_costs(candidate, experiment.trainer.launcher.gpus),
+            **training_costs(candidate, experiment.trainer.launcher.all_gpus),
             **training_logs(step.store, candidate.ref),
             "trainer_state": trainer_state_of(step.store, candidate.ref).uri,
             "dataset": link(experiment.name, "dataset"),

@@ -78,7 +78,7 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
         sources = open_sources(step.store, experiment.name, step.iteration, step.state.made)
         seconds = earlier_seconds(step.store, experiment.name, step.iteration)
         seconds[step.iteration] = iteration_seconds(context.instance, experiment.name, step.iteration)
-        earlier, gpus = earlier_rows(step.store, experiment.name, step.iteration), experiment.trainer.launcher.gpus
+        earlier, gpus = earlier_rows(step.store, experiment.name, step.iteration), experiment.trainer.launcher.all_gpus
         made = commit_report(sources, earlier, seconds, gpus)
         if fault := update_fault(step.store):
             context.log.warning(fault)

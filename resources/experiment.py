@@ -159,6 +159,11 @@ class LauncherConfig(BackendConfig):
         return self.nodes * (self.gpus or self.ranks)
 
     @property
+    def all_gpus(self) -> int:
+        """GPUs on all machines."""
+        return self.nodes * self.gpus
+
+    @property
     def job_fields(self) -> dict[str, Any]:
         """Settings that a job has too, as fields of it."""
         backend = {name: getattr(self, name) for name in BackendConfig.model_fields}
