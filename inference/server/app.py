@@ -42,7 +42,7 @@ class Application:
     """Handlers that share one engine and one tokenizer."""
 
     def __init__(self, opener: Opener, model: str) -> None:
-        """Without a policy until the first `swap`."""
+        """Without a policy until `open`."""
         self._opener, self._model = opener, model
         self._opened: Engine | None = None
         self._tokenizer: ChatTokenizer | None = None
@@ -63,16 +63,17 @@ class Application:
         ]
         return Starlette(routes=routes, exception_handlers={TriplaneError: _explain, Exception: _explain})
 
-    async def swap(self, directory: Path, version: str) -> None:
-        """Serve another policy from now on, or the first one, and end a withdrawal.
+    async def open(self, directory: Path, version: str) -> None:
+        """Serve the first policy. Raises TriplaneError."""
+        self._opened, self._tokenizer = await asyncio.to_thread(self._opener, directory, version)
+        self.readiness.waiting = None
 
-        Raises TriplaneError; the current policy then stays.
+    async def swap(self, directory: Path, version: str) -> None:
+        """Serve another policy from now on, and end a withdrawal.
+
+        Raises EngineError; the current policy then stays.
         """
-        if self._opened is None:
-            self._opened, self._tokenizer = await asyncio.to_thread(self._opener, directory, version)
-            self.readiness.waiting = None
-        else:
-            await self._opened.load_weights(directory, version)
+        await self._engine.load_weights(directory, version)
         self.readiness.withdrawn = None
 
     async def version(self) -> str | None:

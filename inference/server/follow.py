@@ -67,7 +67,8 @@ async def _look(app: Application, source: Source) -> str:
     if wanted.version == served and app.readiness.withdrawn is None:
         return ""
     try:
-        await app.swap(await asyncio.to_thread(wanted.directory), wanted.version)
+        serve = app.open if served is None else app.swap
+        await serve(await asyncio.to_thread(wanted.directory), wanted.version)
     except TriplaneError as error:
         why = f"policy {wanted.version[:12]} is live and can't be loaded: {error}"
         if served is None:

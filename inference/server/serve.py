@@ -124,7 +124,7 @@ async def _serve(serving: Serving, policy: tuple[Path, str] | None, following: F
     server = DrainingServer(app.starlette(), host, port, app.readiness, serving.drain_s)
     try:
         if policy is not None:
-            await app.swap(*policy)
+            await app.open(*policy)
         async with beside(server, _announce(server, app)):
             if following is None:
                 await server.run_until_told()

@@ -177,8 +177,8 @@ def serving(
     policy: Artifact, application: type[Application] = Application, engine_class: type[BuiltinEngine] = BuiltinEngine
 ) -> Iterator[str]:
     """Base URL of a real server of `policy`, in a thread."""
-    engine = engine_class(policy.directory(), policy.ref.digest, threads=1)
-    app = application(engine, None, "policy")
+    app = application(lambda directory, version: (engine_class(directory, version, threads=1), None), "policy")
+    asyncio.run(app.open(policy.directory(), policy.ref.digest))
     server = uvicorn.Server(uvicorn.Config(app.starlette(), host="127.0.0.1", port=0, log_level="warning"))
     started = threading.Event()
 
@@ -188,7 +188,7 @@ def serving(
             await asyncio.sleep(0.02)
         started.set()
         await ends
-        await engine.close()
+        await app.close()
 
     thread = threading.Thread(target=lambda: asyncio.run(run()))
     thread.start()
