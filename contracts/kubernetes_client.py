@@ -13,6 +13,7 @@ from typing import Any
 from contracts.errors import ConfigError, InfraFault
 
 NAMESPACE_VARIABLE = "TRIPLANE_KUBERNETES_NAMESPACE"
+"""Namespace of our objects; default: this pod's own, else that of the kubeconfig's context."""
 TIMEOUT_S = 30.0
 """Timeout of one call, in seconds, as `_request_timeout`."""
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
@@ -27,6 +28,7 @@ def connect() -> Any:
     try:
         from kubernetes import client, config
         from kubernetes.config.config_exception import ConfigException
+        from yaml import YAMLError
     except ImportError:
         raise ConfigError("the package kubernetes is missing: pip install 'triplane[pods]'") from None
     settings = client.Configuration()
@@ -36,7 +38,7 @@ def connect() -> Any:
             config.load_incluster_config(client_configuration=settings)
         else:
             config.load_kube_config(_kubeconfig(), client_configuration=settings, persist_config=False)
-    except (ConfigException, OSError) as error:
+    except (ConfigException, OSError, ValueError, KeyError, AttributeError, TypeError, YAMLError) as error:
         said = " ".join(str(error).split())
         raise ConfigError(f"no Kubernetes cluster is configured ({said}): set KUBECONFIG, or run in a pod") from None
     return client.ApiClient(settings)

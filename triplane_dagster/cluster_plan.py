@@ -16,12 +16,13 @@ import dagster as dg
 
 from contracts.digests import digest_of
 from contracts.errors import ConfigError
+from contracts.kubernetes_client import NAMESPACE_VARIABLE
 from contracts.store import Store
 from ops.graph import BASE_POLICY, CHECKPOINT, ROLLOUTS
 from ops.retries import steps_in_one_process
 from resources.experiment import Experiment
 from resources.kubernetes.manifests import Attempt, job_manifest, job_name, service_manifest
-from resources.kubernetes.settings import ENVIRONMENT, IMAGE, NAMESPACE, read_settings
+from resources.kubernetes.settings import ENVIRONMENT, IMAGE, read_settings
 from resources.launch import Launch
 from triplane_dagster.assembly import definitions_for
 from triplane_dagster.dry_run import PlannedStep, plan_of
@@ -123,7 +124,7 @@ def _pods_of(launcher: K8sRunLauncher | None) -> K8sContainerContext:
     if launcher is None:
         sources = [part.strip().partition("/") for part in os.environ.get(ENVIRONMENT, "").split(",")]
         return K8sContainerContext(
-            namespace=os.environ.get(NAMESPACE) or "default",
+            namespace=os.environ.get(NAMESPACE_VARIABLE) or "default",
             env_config_maps=[name for kind, _, name in sources if kind == "configmap"],
             env_secrets=[name for kind, _, name in sources if kind == "secret"],
         )
@@ -185,7 +186,7 @@ def _trainer_objects(
         experiment=experiment.name,
         placement=experiment.placement.trainer,
     )
-    namespace = launcher.job_namespace if launcher else os.environ.get(NAMESPACE) or "default"
+    namespace = launcher.job_namespace if launcher else os.environ.get(NAMESPACE_VARIABLE) or "default"
     attempt = Attempt(0, f"pipes/{key}/...", f"{_ID}0", {}, 29400)
     job = job_manifest(launch, read_settings(), namespace, attempt)
     later = "" if step.key else ", whose key is known once its inputs are made"

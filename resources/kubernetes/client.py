@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
+from contracts import kubernetes_client
+from contracts.errors import ConfigError
 from contracts.retries import backoff_s
 from resources.errors import LaunchFailed
-from resources.kubernetes.settings import NAMESPACE
 
 Object = dict[str, Any]
 
-_SERVICE = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _TIMEOUT_S = (5.0, 30.0)
 """Seconds to wait for a connection, and for the next byte."""
 _RETRIED = {0, 408, 429, 500, 502, 503, 504}
@@ -36,36 +34,11 @@ class ApiUnreachable(ApiFault):
 
 
 def connect() -> Api:
-    """Client of the cluster that this process runs in, else of the current context of $KUBECONFIG or ~/.kube/config.
-
-    Raises LaunchFailed.
-    """
+    """Client of the cluster that this process runs in, else of the kubeconfig's. Raises LaunchFailed."""
     try:
-        from kubernetes import client, config
-        from yaml import YAMLError
-    except ImportError as error:
-        raise LaunchFailed(
-            f"trainer.launcher on kubernetes needs {error.name}: run pip install 'triplane[pods]', or set"
-            " TRIPLANE_LAUNCHER to local"
-        ) from None
-    configuration = client.Configuration()
-    configuration.retries = False  # this module retries, with pauses
-    path = os.environ.get("KUBECONFIG") or str(Path.home() / ".kube/config")
-    namespace = os.environ.get(NAMESPACE, "")
-    try:
-        if os.environ.get("KUBERNETES_SERVICE_HOST") and (_SERVICE / "token").is_file():
-            config.load_incluster_config(client_configuration=configuration)
-            namespace = namespace or (_SERVICE / "namespace").read_text().strip()
-        else:
-            config.load_kube_config(path, client_configuration=configuration, persist_config=False)
-            context = config.list_kube_config_contexts(path)[1]["context"]
-            namespace = namespace or context.get("namespace", "default")
-    except (config.ConfigException, OSError, ValueError, KeyError, AttributeError, TypeError, YAMLError) as error:
-        raise LaunchFailed(
-            "trainer.launcher on kubernetes found no cluster: run in one, or set KUBECONFIG to a kubeconfig file"
-            f" ({path}: {' '.join(str(error).split())})"
-        ) from None
-    return Api(client.ApiClient(configuration), namespace)
+        return Api(kubernetes_client.connect(), kubernetes_client.namespace())
+    except ConfigError as error:
+        raise LaunchFailed(f"trainer.launcher on kubernetes: {error}; or set TRIPLANE_LAUNCHER to local") from None
 
 
 class Api:

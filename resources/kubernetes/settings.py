@@ -9,8 +9,6 @@ from typing import Any
 
 from contracts.errors import ConfigError
 
-NAMESPACE = "TRIPLANE_KUBERNETES_NAMESPACE"
-"""Namespace of trainers; default: this pod's own, else that of the kubeconfig's context."""
 IMAGE = "TRIPLANE_KUBERNETES_IMAGE"
 """Image of trainers."""
 ACCOUNT = "TRIPLANE_KUBERNETES_SERVICE_ACCOUNT"

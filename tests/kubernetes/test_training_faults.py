@@ -185,7 +185,7 @@ def test_a_missing_right_is_named(cluster: Cluster, tmp_path: Path) -> None:
 def test_what_a_deployment_lacks_is_named(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     launch = script(tmp_path, "true")
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "absent"))
-    with pytest.raises(LaunchFailed, match=r"found no cluster: run in one, or set KUBECONFIG"):
+    with pytest.raises(LaunchFailed, match=r"no Kubernetes cluster is configured .*: set KUBECONFIG, or run in a pod"):
         launch_as_job(launch)
     monkeypatch.delenv(IMAGE)
     with pytest.raises(ConfigError, match=f"{IMAGE} is not set"):

@@ -13,10 +13,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from email.utils import parsedate_to_datetime
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from contracts import kubernetes_client
+from contracts.kubernetes_client import namespace
 from triplane_dagster.doctor.cluster_rights import RIGHTS, Right
 from triplane_dagster.doctor.findings import Check, Finding, broken, missing, ok, one_line
 from triplane_dagster.doctor.services import STORE_S, store
@@ -55,44 +56,14 @@ def checks(experiments: Sequence[Experiment]) -> list[Check]:
     ]
 
 
-def client() -> Any:
-    """Client of the cluster around this process, else of the kubeconfig's. Raises ConfigException, ImportError."""
-    from kubernetes import client as kube
-    from kubernetes import config
-
-    configuration = kube.Configuration()
-    configuration.retries = False
-    try:
-        config.load_incluster_config(client_configuration=configuration)
-    except config.ConfigException:
-        config.load_kube_config(_kubeconfig(), client_configuration=configuration, persist_config=False)
-    return kube.ApiClient(configuration)
-
-
-def namespace() -> str:
-    """Namespace of runs and trainers: $TRIPLANE_KUBERNETES_NAMESPACE, the pod's own, else the kubeconfig's."""
-    from kubernetes import config
-
-    named = os.environ.get("TRIPLANE_KUBERNETES_NAMESPACE")
-    own = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
-    if named or own.is_file():
-        return named or own.read_text().strip()
-    return str(config.list_kube_config_contexts(_kubeconfig())[1]["context"].get("namespace", "default"))
-
-
-def _kubeconfig() -> str:
-    return os.environ.get("KUBECONFIG") or str(Path.home() / ".kube" / "config")
-
-
 def api_server() -> Finding:
     """Ask the API server for its version."""
-    from kubernetes import client as kube
-
     try:
-        connection = client()
-        version = kube.VersionApi(connection).get_code(_request_timeout=TIMEOUT_S)
+        from kubernetes import client as kube
     except ImportError:
         return missing("no client (kubernetes)", "`pip install 'triplane[pods]'`")
+    connection = kubernetes_client.connect()
+    version = kube.VersionApi(connection).get_code(_request_timeout=TIMEOUT_S)
     said = f"{version.git_version} at {connection.configuration.host}, namespace {namespace()}"
     numbers = tuple(int(re.sub(r"\D", "", part) or 0) for part in (version.major, version.minor))
     if numbers < OLDEST:
@@ -104,7 +75,7 @@ def rights() -> Finding:
     """Ask for each right of the chart's role; name those that lack, with the feature that needs them."""
     from kubernetes import client as kube
 
-    api, place = kube.AuthorizationV1Api(client()), namespace()
+    api, place = kube.AuthorizationV1Api(kubernetes_client.connect()), namespace()
     lacking = [right for right in RIGHTS if not _allowed(api, place, right)]
     if lacking:
         said = "; ".join(f"no right to {right}: {right.feature}" for right in lacking)
@@ -156,7 +127,7 @@ def clock() -> Finding:
 def _dates() -> Iterator[tuple[str, float]]:
     from kubernetes import client as kube
 
-    _, _, headers = kube.VersionApi(client()).get_code_with_http_info(_request_timeout=TIMEOUT_S)
+    _, _, headers = kube.VersionApi(kubernetes_client.connect()).get_code_with_http_info(_request_timeout=TIMEOUT_S)
     yield "the API server", _date(headers)
     url = os.environ.get("TRIPLANE_STORE", "")
     if url.startswith("s3:"):
@@ -212,9 +183,9 @@ def classes(experiments: Sequence[Experiment]) -> Finding:
             named = getattr(each.placement, kind).priority_class
             if named:
                 wanted[named] = f"{each.name}: placement.{kind}.priority_class"
-    listed = _listed(kube.SchedulingV1Api(client()).list_priority_class)
+    listed = _listed(kube.SchedulingV1Api(kubernetes_client.connect()).list_priority_class)
     runtime = os.environ.get("TRIPLANE_ENVD_PODS_RUNTIME_CLASS")
-    runtimes = _listed(kube.NodeV1Api(client()).list_runtime_class) if runtime else []
+    runtimes = _listed(kube.NodeV1Api(kubernetes_client.connect()).list_runtime_class) if runtime else []
     if listed is None or runtimes is None:
         return missing("not checked: this account may not list classes", f"{_ADMIN}, or `kubectl get priorityclasses`")
     unknown = [f"priority class {name} ({where})" for name, where in wanted.items() if name not in _named(listed)]
@@ -229,7 +200,7 @@ def gpus(experiments: Sequence[Experiment]) -> Finding:
     """Check that some nodes have the GPUs that a trainer's pods request."""
     from kubernetes import client as kube
 
-    nodes = _listed(kube.CoreV1Api(client()).list_node)
+    nodes = _listed(kube.CoreV1Api(kubernetes_client.connect()).list_node)
     if nodes is None:
         return missing("not checked: this account may not list nodes", f"{_ADMIN}, or `kubectl describe nodes`")
     told: list[str] = []

@@ -9,10 +9,18 @@ from tests.kubernetes.cluster.world import World
 
 pytestmark = [pytest.mark.kubernetes, pytest.mark.timeout(900)]
 VERSIONS = tuple(f"1.{minor}" for minor in range(30, 37))
+IMAGE = f"registry.example/vllm@sha256:{'0' * 64}"
+ENGINE = {"experiment": "qwen3-30b-a3b", "replicas": 2, "gpus": 2, "model": "/models/qwen3", "image": IMAGE}
 EVERYTHING = {
     "samplers": [{"experiment": "tiny", "replicas": 2}],
     "engines": [
-        {"experiment": "qwen3-30b-a3b", "replicas": 2, "gpus": 2, "image": f"registry.example/vllm@sha256:{'0' * 64}"}
+        {
+            "experiment": "qwen3-30b-a3b",
+            "replicas": 2,
+            "gpus": 2,
+            "model": "/models/qwen3",
+            "image": f"registry.example/vllm@sha256:{'0' * 64}",
+        }
     ],
     "trainer": {"jobset": True},
 }
