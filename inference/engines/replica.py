@@ -116,7 +116,8 @@ class Replica:
         lost, task = self._lost, asyncio.ensure_future(call)
         self.in_flight += 1
         try:
-            await asyncio.wait({task, lost}, return_when=asyncio.FIRST_COMPLETED)
+            both: set[asyncio.Future[Any]] = {task, lost}
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
                 raise EngineUnreachable(f"{self.url} does not reply any more: the call goes to another server")
             result = task.result()

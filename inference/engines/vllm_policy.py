@@ -37,8 +37,9 @@ _log = logging.getLogger(__name__)
 class PolicyFiles(Protocol):
     """Files of a checkpoint."""
 
-    version: str
-    """Policy version."""
+    @property
+    def version(self) -> str:
+        """Policy version."""
 
     @property
     def name(self) -> str:

@@ -13,15 +13,7 @@ IMAGE = f"registry.example/vllm@sha256:{'0' * 64}"
 ENGINE = {"experiment": "qwen3-30b-a3b", "replicas": 2, "gpus": 2, "model": "/models/qwen3", "image": IMAGE}
 EVERYTHING = {
     "samplers": [{"experiment": "tiny", "replicas": 2}],
-    "engines": [
-        {
-            "experiment": "qwen3-30b-a3b",
-            "replicas": 2,
-            "gpus": 2,
-            "model": "/models/qwen3",
-            "image": f"registry.example/vllm@sha256:{'0' * 64}",
-        }
-    ],
+    "engines": [ENGINE],
     "trainer": {"jobset": True},
 }
 
