@@ -24,7 +24,7 @@ def test_a_rolling_update_under_load_fails_no_request(
     small = {"requests": {"cpu": "50m", "memory": "256Mi"}, "limits": {"memory": "4Gi"}}
     world.values["samplers"] = [{"experiment": "tiny", "replicas": 2, "resources": small}]
     world.apply(world.objects())
-    if not world.runs("tiny_base"):
+    if not world.made("tiny"):
         world.iterate("tiny", 1)
     world.kubectl("rollout", "status", f"deployment/{NAME}", "--timeout=600s", timeout=620)
     for variable, value in world.store.items():

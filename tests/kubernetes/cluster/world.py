@@ -142,26 +142,38 @@ class World:
         return found
 
     def train(self, experiment: str, iterations: int) -> str:
-        """Ask for iterations as the job NAME_train does."""
+        """Ask for iterations by the job NAME_train, and wait until it has noted the request. Returns its run's id."""
         config = {"iterations": iterations, "from_policy": "live", "reason": "test"}
-        return self.launch(f"{experiment}_train", {"ops": {f"{experiment}_request": {"config": config}}})
+        asked = self.launch(f"{experiment}_train", {"ops": {f"{experiment}_request": {"config": config}}})
+
+        def noted() -> bool:
+            (run,) = [each for each in self.runs(f"{experiment}_train") if each["runId"] == asked]
+            assert run["status"] != "FAILURE", f"{run}\n{self.why()}"
+            return bool(run["status"] == "SUCCESS")
+
+        self.wait("the request is noted", noted)
+        return asked
 
     def finish(self, experiment: str, iterations: int) -> None:
-        """Wait until an experiment has this many iterations. Fails with a failed run that nobody launches again."""
+        """Wait until an experiment has this many iterations in all. Fails with a run that nobody launches again."""
 
         def finished() -> bool:
             runs = [*self.runs(f"{experiment}_iteration"), *self.runs(f"{experiment}_base")]
             failed = [run for run in runs if run["status"] == "FAILURE" and not _retried(run)]
             assert not failed, f"{failed}\n{self.why()}"
-            done = [run for run in runs if run["status"] == "SUCCESS" and run["jobName"].endswith("_iteration")]
-            return len(done) >= iterations
+            return self.made(experiment) >= iterations
 
         self.wait(f"{iterations} iteration(s) of {experiment}", finished)
 
     def iterate(self, experiment: str, iterations: int) -> None:
-        """Ask for iterations and wait for them."""
+        """Ask for further iterations and wait for them."""
+        before = self.made(experiment)
         self.train(experiment, iterations)
-        self.finish(experiment, iterations)
+        self.finish(experiment, before + iterations)
+
+    def made(self, experiment: str) -> int:
+        """Number of finished iterations."""
+        return len([run for run in self.runs(f"{experiment}_iteration") if run["status"] == "SUCCESS"])
 
     def runs(self, job: str | None = None) -> list[dict[str, Any]]:
         """Runs, newest first."""
