@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable
 
 import dagster as dg
 
@@ -57,7 +58,7 @@ def is_dead(name: str) -> bool:
 def end_dead_runs(instance: dg.DagsterInstance) -> list[str]:
     """End unfinished runs whose process died on this machine. Returns their ids.
 
-    Runs in other pods are none of them: the run launcher watches those.
+    Runs in other pods are none of them: the run launcher watches those. It is asked for those that have not started.
 
     A run of the UI is marked as failed, so that `run_retries` launches it again. A run of the command line is marked as
     canceled, since whoever gave the command repeats it, and so is one that somebody was terminating.
@@ -71,5 +72,19 @@ def end_dead_runs(instance: dg.DagsterInstance) -> list[str]:
                 instance.report_run_canceled(run, why)
             else:
                 instance.report_run_failed(run, why)
+            ended.append(run.run_id)
+    return [*ended, *_end_lost_starts(instance)]
+
+
+def _end_lost_starts(instance: dg.DagsterInstance) -> list[str]:
+    """End runs whose pod died before it began, if the run launcher can tell. Returns their ids."""
+    why_not: Callable[[dg.DagsterRun], str | None] | None
+    why_not = getattr(instance.run_launcher, "why_not_starting", None)
+    ended = []
+    for run in instance.get_runs(dg.RunsFilter(statuses=[dg.DagsterRunStatus.STARTING])) if why_not else []:
+        why = why_not(run) if why_not else None
+        now = instance.get_run_by_id(run.run_id) if why else None
+        if now is not None and now.status is dg.DagsterRunStatus.STARTING:
+            instance.report_run_failed(now, f"{why} Committed work is kept; the next run continues from it.")
             ended.append(run.run_id)
     return ended

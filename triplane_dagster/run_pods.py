@@ -40,6 +40,14 @@ class RunPodLauncher(K8sRunLauncher):
         self._end_steps(run)
         return CheckRunHealthResult(WorkerStatus.FAILED, f"{found.msg} {self._why(run)}".strip())
 
+    def why_not_starting(self, run: DagsterRun) -> str | None:
+        """Why the pod of a run that has not started will not run it; None as long as it may.
+
+        Dagster asks for the health of started runs only, and gives a starting one all of `start_timeout_seconds`.
+        """
+        found = super().check_run_worker_health(run)
+        return f"{found.msg} {self._why(run)}".strip() if found.status is WorkerStatus.FAILED else None
+
     def _why(self, run: DagsterRun) -> str:
         try:
             job = f"{_RUN}{run.run_id}"

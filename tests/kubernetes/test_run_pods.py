@@ -26,6 +26,7 @@ from kubernetes.client import (
 )
 
 from tests.kubernetes.api_server import NAMESPACE, Cluster, serving
+from triplane_dagster.dead_runs import end_dead_runs
 from triplane_dagster.pod_faults import faults_of, pod_fault
 from triplane_dagster.private_dagster import WorkerStatus
 from triplane_dagster.run_pods import RunPodLauncher
@@ -72,6 +73,27 @@ def test_an_api_server_that_does_not_reply_ends_no_run(cluster: Cluster, launche
     cluster.down(60)
     found = launcher.check_run_worker_health(started())
     assert found.status is WorkerStatus.RUNNING and "does not reply: checking again later" in found.msg
+
+
+def test_a_run_whose_pod_died_before_it_began_ends_at_the_next_look(
+    cluster: Cluster, launcher: RunPodLauncher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    instance = launcher._instance
+    monkeypatch.setattr(type(instance), "run_launcher", property(lambda _: launcher))
+    starting = {"job_name": "tiny_base", "status": dg.DagsterRunStatus.STARTING}
+    instance.add_run(dg.DagsterRun(run_id=RUN, **starting))
+    instance.add_run(dg.DagsterRun(run_id=RUN.replace("1", "2"), **starting))  # its Job is not made yet
+    cluster.add("jobs", job(f"dagster-run-{RUN}", "60"))
+    (pod,) = cluster.await_pods(1)
+    assert end_dead_runs(instance) == []
+    cluster.kubelet.kill(pod)
+    cluster.await_pods(1, "Failed")
+    deadline = time.monotonic() + 30
+    while end_dead_runs(instance) != [RUN]:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert [run.run_id for run in instance.get_runs(dg.RunsFilter(statuses=[dg.DagsterRunStatus.FAILURE]))] == [RUN]
+    assert end_dead_runs(instance) == []
 
 
 def test_a_lost_run_pod_is_told_and_takes_its_steps_along(cluster: Cluster, launcher: RunPodLauncher) -> None:
