@@ -113,6 +113,12 @@ def publish_checkpoint(
         return out.commit(meta={**precision_facts(parameters.config), "policy_version": None, **meta})
 
 
+def follow_checkpoint(parameters: Exportable) -> None:
+    """Take part in rank 0's `publish_checkpoint`. Every other rank must call this. Raises RanksLost."""
+    if isinstance(parameters, StagedWeights):
+        parameters.tensors.put(None, WEIGHTS)
+
+
 def precision_facts(config: Mapping[str, Any]) -> dict[str, str]:
     """What the manifest says of the recipe of a policy with this config.json."""
     forward = exported_forward(config)
