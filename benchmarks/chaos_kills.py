@@ -46,6 +46,7 @@ ONLY_ON: dict[str, str] = {
     "store-write": "local",
     "multipart-under-way": "s3",
     "rank-staged": "ranks",
+    "rank-part-stored": "ranks",
     "ranks-gathered": "ranks",
 }
 """Kind of store that a point needs; "ranks": a trainer of several ranks, which no round has."""

@@ -352,6 +352,9 @@ class ArtifactWriter:
         self._digests: dict[str, str | None] = {}
         self._sha256: dict[str, str] = {}
         """Digests of files that were hashed while they were written."""
+        self._stored: list[FileEntry] = []
+        """Files that are in the store already."""
+        self._attempt = uuid.uuid4().hex[:12]
         self._uploading: str | None = None
         """Folder for files that no manifest can name yet."""
         self._stage = scratch_directory(store)
@@ -396,17 +399,31 @@ class ArtifactWriter:
             self._sha256[name] = sha256
         self._digests[name] = None if telemetry else digest or sha256 or file_sha256(self.directory / name)
 
+    def open_attempt(self) -> str:
+        """Folder in the store for files of the artifact that other processes put there, named by `add_stored`.
+
+        It is removed unless this writer commits.
+        """
+        folder = f"artifacts/{self._kind}/{self._key}"
+        if self._uploading is None:
+            note_attempt(self.directory, self._store, folder, self._attempt)
+            self._uploading = f"{folder}/{self._attempt}/"
+        return f"{folder}/{self._attempt}"
+
+    def add_stored(self, name: str, size: int, sha256: str, digest: str | None) -> None:
+        """Add a file that is in the folder of `open_attempt`. size: bytes. digest: see `FileEntry`."""
+        self._stored.append(FileEntry(path=name, size=size, sha256=sha256, digest=digest))
+
     def commit(self, meta: Mapping[str, Any] | None = None) -> Artifact:
         """Commit the staged files as an artifact.
 
         If an equal artifact was committed meanwhile, drop this attempt and return the earlier one.
         """
-        attempt = uuid.uuid4().hex[:12]
-        folder = f"artifacts/{self._kind}/{self._key}"
-        note_attempt(self.directory, self._store, folder, attempt)
+        attempt, folder = self._attempt, f"artifacts/{self._kind}/{self._key}"
+        self.open_attempt()
         failpoint("artifact-staged")
-        self._uploading = f"{folder}/{attempt}/"
-        entries = [self._upload(f"{folder}/{attempt}", name) for name in sorted(self._digests)]
+        uploaded = [self._upload(f"{folder}/{attempt}", name) for name in sorted(self._digests)]
+        entries = sorted([*uploaded, *self._stored], key=lambda entry: entry.path)
         manifest = Manifest(
             kind=self._kind,
             schema_version=SCHEMA_VERSION,

@@ -25,7 +25,7 @@ FAIL_VARIABLE = "TRIPLANE_FAIL_AT"
 
 POINTS: Mapping[str, str] = {
     "store-write": "an object of a local store is about to be written",
-    "artifact-staged": "an artifact's files are staged, none is in the store",
+    "artifact-staged": "an artifact's files are staged, none is in the store but parts of several ranks",
     "before-manifest": "an artifact's files are in the store, its manifest is not",
     "after-manifest": "an artifact exists, leftovers of losing attempts are not removed yet",
     "multipart-under-way": "some parts of a large file are being uploaded to S3",
@@ -37,8 +37,9 @@ POINTS: Mapping[str, str] = {
     "task-sampled": "a task's episodes of an evaluation have ended and are graded, none is committed",
     "task-committed": "a task of an evaluation is committed, the evaluation is not",
     "part-written": "a file of tensors is written to its stage, nothing names it",
-    "rank-staged": "a rank has written its parts, the other ranks do not know",
-    "ranks-gathered": "the parts of all ranks are verified, the artifact's stage has none of them",
+    "rank-staged": "a rank has written its parts to its own disk, the other ranks do not know",
+    "rank-part-stored": "a part of a rank is in the store, no manifest names it",
+    "ranks-gathered": "the parts of all ranks are in the store, no manifest names them",
     "state-staged": "a trainer state or snapshot is written to its stage",
     "state-committed": "a trainer state is committed, its checkpoint is not",
     "checkpoint-staged": "a checkpoint's weights are written to their stage",

@@ -81,12 +81,14 @@ class S3Store:
                 partial.write_bytes(data)
         return created
 
-    def create_file(self, key: str, source: Path) -> bool:
+    def create_file(self, key: str, source: Path, *, move: bool = False) -> bool:
         """See Store.create_file."""
         with self._explained(key):
             created = self._create(key, source)
         if created:
             self._cache.adopt(key, source)
+            if move:
+                source.unlink()
         return created
 
     def get(self, key: str) -> bytes:

@@ -45,8 +45,11 @@ class Store(Protocol):
         cached: also put a copy into the cache of `local_path`, if this machine will soon read it.
         """
 
-    def create_file(self, key: str, source: Path) -> bool:
-        """Like `create`, from a local file, without loading it into memory."""
+    def create_file(self, key: str, source: Path, *, move: bool = False) -> bool:
+        """Like `create`, from a local file, without loading it into memory.
+
+        move: `source` is not needed any more; it is removed, or becomes the object.
+        """
 
     def get(self, key: str) -> bytes:
         """Bytes under `key`. Raises ArtifactMissing."""
@@ -152,12 +155,15 @@ class LocalStore:
                 os.fsync(file.fileno())
             return self._link(scratch, key)
 
-    def create_file(self, key: str, source: Path) -> bool:
+    def create_file(self, key: str, source: Path, *, move: bool = False) -> bool:
         """See Store.create_file."""
         if (self._root / check_key(key)).exists():
             return False
         with self._scratch() as scratch:
-            shutil.copyfile(source, scratch)
+            if move:
+                shutil.move(source, scratch)  # a rename on the same disk, as from `scratch`
+            else:
+                shutil.copyfile(source, scratch)
             with scratch.open("rb") as file:
                 os.fsync(file.fileno())
             return self._link(scratch, key)

@@ -1,6 +1,6 @@
 """Write named tensors as safetensors files, one tensor in memory at a time, hashed while written.
 
-    forms (dtype, shape) --cut_parts--> parts of at most PART_BYTES --write_part--> files --add_parts--> artifact
+    forms (dtype, shape) --cut_parts--> parts of at most PART_BYTES --write_part--> files --add_tensors--> artifact
 
 Tensors that fit into one part become one file, byte for byte that of safetensors' own writer. The content digest is
 over the tensors and does not depend on how they are cut: the index counts under the name of the single file, and the
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -113,27 +112,29 @@ def add_tensors(
 ) -> None:
     """Write tensors into an artifact's stage and name them as its file `name`, or as the parts of it."""
     cuts = cut_parts(forms)
-    parts = [
-        write_part(out.directory / file, cut, read, metadata)
-        for file, cut in zip(part_names(name, len(cuts)), cuts, strict=True)
-    ]
-    add_parts(out, name, parts, (out.directory / name).parent)
-
-
-def add_parts(out: ArtifactWriter, name: str, parts: Sequence[Part], folder: Path) -> None:
-    """Move written parts from `folder` to the names of `name` in an artifact's stage, and add them with their index."""
-    digest = parts_digest(parts)
-    files = part_names(name, len(parts))
-    for part, file in zip(parts, files, strict=True):
-        if folder / part.file != out.directory / file:
-            shutil.move(folder / part.file, out.directory / file)
+    files = part_names(name, len(cuts))
+    parts = [write_part(out.directory / file, cut, read, metadata) for file, cut in zip(files, cuts, strict=True)]
+    for file, part in zip(files, parts, strict=True):
         if len(parts) == 1:
-            out.add_file(file, digest, sha256=part.sha256)
+            out.add_file(file, parts_digest(parts), sha256=part.sha256)
         else:
             out.add_file(file, sha256=part.sha256, telemetry=True)
+    _add_index(out, name, parts)
+
+
+def name_stored(out: ArtifactWriter, name: str, parts: Sequence[Part]) -> None:
+    """Name parts that are in the artifact's attempt already, under the names of `name`, and add their index."""
+    digest = parts_digest(parts) if len(parts) == 1 else None
+    for file, part in zip(part_names(name, len(parts)), parts, strict=True):
+        out.add_stored(file, part.size, part.sha256, digest)
+    _add_index(out, name, parts)
+
+
+def _add_index(out: ArtifactWriter, name: str, parts: Sequence[Part]) -> None:
     if len(parts) > 1:
+        files = part_names(name, len(parts))
         (out.directory / f"{name}{INDEX}").write_bytes(index_json(dict(zip(files, parts, strict=True))))
-        out.add_file(f"{name}{INDEX}", digest)
+        out.add_file(f"{name}{INDEX}", parts_digest(parts))
 
 
 def index_json(parts: Mapping[str, Part]) -> bytes:

@@ -109,8 +109,15 @@ def publish_checkpoint(
             out.add_bytes(name, tokenizer.path(name).read_bytes())
         (out.directory / "metrics.jsonl").write_bytes(metrics)
         out.add_file("metrics.jsonl", telemetry=True)
-        read_adapter(out.directory, check_checkpoint(out.directory))
+        if not isinstance(parameters, StagedWeights):  # of which `put` compared every tensor with the config
+            read_adapter(out.directory, check_checkpoint(out.directory))
         return out.commit(meta={**precision_facts(parameters.config), "policy_version": None, **meta})
+
+
+def follow_checkpoint(parameters: Exportable) -> None:
+    """Take part in rank 0's `publish_checkpoint`. Every other rank must call this. Raises RanksLost."""
+    if isinstance(parameters, StagedWeights):
+        parameters.tensors.put(None, WEIGHTS)
 
 
 def precision_facts(config: Mapping[str, Any]) -> dict[str, str]:

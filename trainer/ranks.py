@@ -27,8 +27,13 @@ _Item = TypeVar("_Item")
 class Ranks:
     """This process among those of its job, and its device; by default alone, on the CPU."""
 
-    def __init__(self, rank: int = 0, count: int = 1, device: torch.device = CPU) -> None:
-        self.rank, self.count, self.device = rank, count, device
+    def __init__(
+        self, rank: int = 0, count: int = 1, device: torch.device = CPU, group: dist.ProcessGroup | None = None
+    ) -> None:
+        """group: through which the ranks communicate; torch's default group if None."""
+        self.rank, self.count, self.device, self._group = rank, count, device, group
+        self.aside = self
+        """The same ranks for a thread of its own beside the one that trains."""
 
     @property
     def leads(self) -> bool:
@@ -55,7 +60,7 @@ class Ranks:
         found = torch.tensor(value)
         if self.count > 1:
             with losing_ranks(self):
-                dist.all_reduce(found, dist.ReduceOp.MAX)
+                dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
         return int(found)
 
     def tell(self, words: str) -> str:
@@ -63,8 +68,16 @@ class Ranks:
         told = [words]
         if self.count > 1:
             with losing_ranks(self):
-                dist.broadcast_object_list(told, 0)
+                dist.broadcast_object_list(told, 0, group=self._group)
         return told[0]
+
+    def exchange(self, words: str) -> list[str]:
+        """What every rank passed, by rank. Raises RanksLost."""
+        found = [words] * self.count
+        if self.count > 1:
+            with losing_ranks(self):
+                dist.all_gather_object(found, words, group=self._group)
+        return found
 
     def meet(self) -> None:
         """Wait until every rank is here. Raises RanksLost."""
@@ -73,7 +86,7 @@ class Ranks:
     def _sum(self, tensor: Tensor) -> None:
         if self.count > 1:
             with losing_ranks(self):
-                dist.all_reduce(tensor)
+                dist.all_reduce(tensor, group=self._group)
 
 
 @contextmanager
@@ -118,6 +131,9 @@ def join_ranks(expected: int, timeout_s: float, *, group: bool = False, device: 
     except RuntimeError as error:
         raise RanksLost(rank, count, str(error).splitlines()[0]) from None
     try:
-        yield Ranks(rank, count, device)
+        ranks = Ranks(rank, count, device)
+        with losing_ranks(ranks):
+            ranks.aside = Ranks(rank, count, device, dist.new_group(backend="gloo", timeout=limit))
+        yield ranks
     finally:
         dist.destroy_process_group()

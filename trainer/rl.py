@@ -36,7 +36,7 @@ from trainer.critic import Critic
 from trainer.data import Parts, ScoredSequence, cut_by_lengths, lengths_of, scored_of, shuffled
 from trainer.errors import OffPolicyRefused, TrainingConfigError, TrainingDiverged
 from trainer.experience import Experience, read_experience
-from trainer.export import publish_checkpoint
+from trainer.export import follow_checkpoint, publish_checkpoint
 from trainer.flat import Ragged, Repeated
 from trainer.losses import balance_loss, first_not_finite, policy_loss, value_loss, z_loss
 from trainer.metrics import Metrics, Watcher
@@ -49,7 +49,7 @@ from trainer.rl_metrics import Totals, summarize
 from trainer.rl_progress import Progress, Start, open_snapshots
 from trainer.routing import require_experts
 from trainer.snapshots import Snapshots
-from trainer.state import NONE, TrainerState, publish_state
+from trainer.state import NONE, TrainerState, follow_state, publish_state
 
 
 @dataclass
@@ -78,7 +78,7 @@ def train_rl(job: RlJob, store: Store, watchers: Iterable[Watcher] = (), ranks: 
     _require_precision(job, model, begin)
     require_experts(model, job.config.of_experts())
     rule = AdamWRule(job.config.beta1, job.config.beta2, job.config.weight_decay)
-    with open_snapshots(job, store) as snapshots:
+    with open_snapshots(job, store, ranks) as snapshots:
         backend, state = continue_backend(job, begin, saved, rule, ranks, store, snapshots)
         learner, progress = Learner(backend, _open_critic(job.config, model, state)), Progress.of(state)
         experience = read_experience(dataset, model, job.config, job.seed, store.scratch)
@@ -220,8 +220,7 @@ def _train(
         metrics.add(progress.step, **numbers)
         if snapshots.due(progress.done) and progress.done < len(batches):
             state = learner.save(progress.step, progress.extra(metrics.records), start.tensors())
-            if learner.backend.ranks.leads:
-                snapshots.save(state, progress.done)
+            snapshots.save(state, progress.done)
 
 
 def _minibatch(
@@ -387,6 +386,8 @@ def _publish(
     """
     state, weights = learner.save(step, {}), learner.backend.get_weights().result()
     if not learner.backend.ranks.leads:
+        follow_state(state)
+        follow_checkpoint(weights)
         return None
     parents = {"dataset": job.dataset, "checkpoint": job.checkpoint, "trainer_state": job.trainer_state}
     config = {"rl": job.config.model_dump(), "seed": job.seed, "numerics": job.numerics}

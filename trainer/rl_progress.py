@@ -17,6 +17,7 @@ from contracts.store import Store
 from trainer.config import RL_VERSION, RlConfig, RlJob
 from trainer.flat import Ragged
 from trainer.metrics import Record
+from trainer.ranks import Ranks
 from trainer.schedule import rate_factor
 from trainer.snapshots import Snapshots
 from trainer.state import TrainerState
@@ -90,9 +91,9 @@ class Progress:
         return {**counts, "done": self.done, "taken": self.taken, "records": records}
 
 
-def open_snapshots(job: RlJob, store: Store) -> Snapshots:
+def open_snapshots(job: RlJob, store: Store, ranks: Ranks) -> Snapshots:
     """Snapshots of `job`, between its minibatches."""
     inputs = {"dataset": job.dataset, "checkpoint": job.checkpoint, "trainer_state": job.trainer_state}
     config = {**job.config.model_dump(), "inputs": {name: ref.digest for name, ref in inputs.items()}}
     last = job.config.optimizer_steps - 1
-    return Snapshots(store, job.key, job.config.snapshot_every, last, config, RL_VERSION)
+    return Snapshots(store, job.key, job.config.snapshot_every, last, config, RL_VERSION, ranks)

@@ -22,7 +22,7 @@ from trainer.config import SFT_VERSION, SftConfig, SftJob
 from trainer.data import Parts, Rows, ScoredSequence, cut_by_lengths, cut_by_tokens
 from trainer.demonstrations import read_demonstrations
 from trainer.errors import TrainingConfigError, TrainingDiverged
-from trainer.export import publish_checkpoint
+from trainer.export import follow_checkpoint, publish_checkpoint
 from trainer.losses import balance_loss, first_not_finite, z_loss
 from trainer.metrics import Metrics, Watcher
 from trainer.model import Batch, Scores
@@ -35,7 +35,7 @@ from trainer.routing import require_experts
 from trainer.schedule import rate_factor
 from trainer.sft_start import SftStart, read_start
 from trainer.snapshots import Snapshots
-from trainer.state import TrainerState, publish_state
+from trainer.state import TrainerState, follow_state, publish_state
 
 
 @dataclass(frozen=True)
@@ -98,9 +98,7 @@ def train_sft(job: SftJob, store: Store, watchers: Iterable[Watcher] = (), ranks
             if run.taken % job.config.evaluate_every == 0 or run.finished:
                 run.evaluate(validation)
             if run.snapshots.due(run.taken) and not run.finished:
-                state = run.capture()
-                if ranks.leads:
-                    run.snapshots.save(state, run.taken)
+                run.snapshots.save(run.capture(), run.taken)
         return run.publish(tokenizer)
 
 
@@ -133,7 +131,7 @@ class _Run:
             },
         }
         self.snapshots = Snapshots(
-            store, job.key, job.config.snapshot_every, job.config.max_steps, described, SFT_VERSION
+            store, job.key, job.config.snapshot_every, job.config.max_steps, described, SFT_VERSION, ranks
         )
         self.taken, self._met, self._last = 0, 0, Look(0.0, 0.0, 0.0, 0)
         self._converged_at: int | None = None
@@ -274,6 +272,8 @@ class _Run:
         state = self._backend.save(self.taken, {}, {}, optimizer=False).result()
         weights = self._backend.get_weights().result()
         if not self._ranks.leads:
+            follow_state(state)
+            follow_checkpoint(weights)
             return None
         job, converged = self._job, self._converged_at is not None
         parents = {"tokenizer": job.tokenizer, "demonstrations": job.demonstrations, **job.start}

@@ -2,7 +2,8 @@
 
     state --copied at once--> a thread --> artifact of kind `trainer_snapshot` --> earlier ones are removed
 
-Training goes on while the thread writes; the next snapshot waits for it. A snapshot exists as soon as its manifest
+Training goes on while the thread writes; the next snapshot waits for it. Of a state that several ranks hold, each rank
+writes its part, in a thread of its own; rank 0 commits. A snapshot exists as soon as its manifest
 does, so a partial one is never seen. A damaged one is refused by its name when it is read.
 """
 
@@ -22,7 +23,8 @@ from contracts.failpoints import failpoint
 from contracts.store import Store
 from trainer.config import SNAPSHOT, SNAPSHOT_JOB
 from trainer.errors import SnapshotRefused, TrainingStopped
-from trainer.state import TrainerState, commit_state, load_state
+from trainer.ranks import ALONE, Ranks
+from trainer.state import TrainerState, commit_state, follow_state, load_state
 
 STOP_S = 4.0
 """Seconds that a job which was asked to stop waits for the snapshot that is being written."""
@@ -37,12 +39,19 @@ class Snapshots:
     """
 
     def __init__(
-        self, store: Store, job_key: str, every: int, last: int, config: Mapping[str, Any], code_version: str
+        self,
+        store: Store,
+        job_key: str,
+        every: int,
+        last: int,
+        config: Mapping[str, Any],
+        code_version: str,
+        ranks: Ranks = ALONE,
     ) -> None:
         """every: steps between two snapshots. last: the job's last step. config: settings that a snapshot must have
         been written with.
         """
-        self._store, self._job, self._version = store, job_key, code_version
+        self._store, self._job, self._version, self._ranks = store, job_key, code_version, ranks
         self._config = {**config, SNAPSHOT_JOB: job_key}
         self._steps = range(every, last + 1, every)
         self._writing: _Writing | None = None
@@ -70,9 +79,9 @@ class Snapshots:
         self, model: Mapping[str, Any], adapter: Adapter | None = None, *, lazily: bool = False
     ) -> TrainerState | None:
         """State of the snapshot of the highest step, or None. model: config.json of its weights. adapter, lazily: see
-        `load_state`.
+        `load_state`. Every rank must call this, and gets the one that rank 0 finds.
 
-        Raises SnapshotRefused for a snapshot that is damaged or of other settings.
+        Raises SnapshotRefused for a snapshot that is damaged or of other settings, RanksLost.
         """
         try:
             found = self._find()
@@ -81,23 +90,27 @@ class Snapshots:
             raise SnapshotRefused(f"the job's snapshot is damaged: {error}") from None
 
     def save(self, state: TrainerState, step: int) -> None:
-        """Commit a copy of `state` in the background, then remove earlier snapshots.
+        """Commit a copy of `state` in the background, then remove earlier snapshots. Every rank must call this.
 
         Waits for the snapshot before. Raises its error, if it had one.
         """
         self.wait()
-        out = ArtifactWriter(
-            self._store,
-            SNAPSHOT,
-            self._key(step),
-            parents={},
-            config=self._config,
-            code_version=self._version,
-        )
-        earlier = [each for each in self._steps if each < step]
-        self._writing = _Writing(self, out, state.copied(), earlier[-1:] if self._swept else earlier)
-        self._swept = True
-        self._writing.start()
+        if self._ranks.leads:
+            out = ArtifactWriter(
+                self._store,
+                SNAPSHOT,
+                self._key(step),
+                parents={},
+                config=self._config,
+                code_version=self._version,
+            )
+            earlier = [each for each in self._steps if each < step]
+            self._writing = _Writing(self, out, state.copied(), earlier[-1:] if self._swept else earlier)
+            self._swept = True
+        elif state.staged is not None:
+            self._writing = _Writing(self, None, state, [])
+        if self._writing is not None:
+            self._writing.start()
 
     def wait(self) -> None:
         """Wait for the snapshot that is being written. Raises its error, if it had one."""
@@ -120,12 +133,21 @@ class Snapshots:
                 self._store.delete(key)
 
     def _find(self) -> Artifact | None:
-        for step in reversed(self._steps):
-            found = find_artifact(self._store, SNAPSHOT, self._key(step))
-            if found is not None:
+        """Snapshot of the highest step that rank 0 sees: one may be completed or removed between two looks."""
+        step, found = 0, None
+        for step in reversed(self._steps) if self._ranks.leads else ():
+            if (found := self._at(step)) is not None:
                 self._require_own(found)
-                return found
-        return None
+                break
+        told = self._ranks.tell("" if found is None else str(step))
+        if told and not self._ranks.leads:
+            found = self._at(int(told))
+            if found is None:
+                raise SnapshotRefused(f"the snapshot of step {told}, which rank 0 read, is gone: run the job again")
+        return found
+
+    def _at(self, step: int) -> Artifact | None:
+        return find_artifact(self._store, SNAPSHOT, self._key(step))
 
     def _require_own(self, found: Artifact) -> None:
         """Raise SnapshotRefused for a snapshot of other settings than the job's."""
@@ -143,9 +165,11 @@ class Snapshots:
 
 
 class _Writing(threading.Thread):
-    """Write of one snapshot."""
+    """Write of one snapshot. out: None on ranks other than 0, which write their part alone."""
 
-    def __init__(self, snapshots: Snapshots, out: ArtifactWriter, state: TrainerState, earlier: list[int]) -> None:
+    def __init__(
+        self, snapshots: Snapshots, out: ArtifactWriter | None, state: TrainerState, earlier: list[int]
+    ) -> None:
         super().__init__(name="trainer-snapshot", daemon=True)
         self._snapshots, self._out, self._state, self._earlier = snapshots, out, state, earlier
         self._error: BaseException | None = None
@@ -153,6 +177,9 @@ class _Writing(threading.Thread):
     def run(self) -> None:
         """Write, commit, and remove the earlier snapshots."""
         try:
+            if self._out is None:
+                follow_state(self._state)
+                return
             with self._out:
                 commit_state(self._out, self._state)
             failpoint("snapshot-committed")
@@ -168,7 +195,10 @@ class _Writing(threading.Thread):
     def abandon(self) -> None:
         """Remove the files of a write that does not end."""
         with suppress(OSError):  # it may still be adding files
-            self._out.__exit__(None, None, None)
+            if self._out is not None:
+                self._out.__exit__(None, None, None)
+            if self._state.staged is not None:
+                self._state.staged.folder.cleanup()
 
 
 def _shown(value: object) -> str:

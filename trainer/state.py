@@ -49,7 +49,7 @@ class TrainerState:
     loop: Mapping[str, Tensor] = field(default_factory=dict)
     """Tensors of the training loop that no step changes, only in a snapshot."""
     staged: StagedTensors | None = None
-    """Tensors that the ranks have written; then this object has none itself."""
+    """Tensors that the ranks have written to their disks; then this object has none itself."""
 
     def copied(self) -> TrainerState:
         """The same state on the CPU, which later steps do not change."""
@@ -93,6 +93,12 @@ def commit_state(out: ArtifactWriter, state: TrainerState) -> Artifact:
     body = {"step": state.step, "recipe": state.recipe, "optimizer": state.optimizer_name, "extra": state.extra}
     out.add_json("state.json", body)
     return out.commit(meta={"step": state.step, "optimizer": state.optimizer_name})
+
+
+def follow_state(state: TrainerState) -> None:
+    """Take part in rank 0's `publish_state` or `commit_state`. Every other rank must call this. Raises RanksLost."""
+    if state.staged is not None:
+        state.staged.put(None, STATE)
 
 
 def load_state(

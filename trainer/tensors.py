@@ -13,17 +13,33 @@ from torch import Tensor
 from contracts.artifacts import ArtifactWriter
 from contracts.digests import tensors_digest
 from contracts.errors import SchemaError
-from contracts.tensor_files import TensorFiles, is_finite
-from contracts.tensor_parts import Part, add_parts, add_tensors, bytes_of, form_of
+from contracts.rank_parts import RankParts, put_parts
+from contracts.store import Store
+from contracts.tensor_files import Form, TensorFiles, is_finite
+from contracts.tensor_parts import add_tensors, bytes_of, form_of
+from trainer.ranks import Ranks
 
 
 @dataclass(frozen=True)
 class StagedTensors:
-    """Tensors that the ranks of a job have written into one folder: see `contracts.rank_parts`."""
+    """Tensors that the ranks of a job have written, each its own on its machine's disk: see `contracts.rank_parts`."""
 
-    folder: tempfile.TemporaryDirectory[str] | None
-    """None on ranks that do not publish."""
-    parts: list[Part]
+    store: Store
+    ranks: Ranks
+    folder: tempfile.TemporaryDirectory[str]
+    """Of this rank."""
+    own: RankParts
+    forms: Mapping[str, Form]
+    """Of all ranks' tensors."""
+
+    def put(self, out: ArtifactWriter | None, name: str) -> None:
+        """Put the tensors of all ranks into the artifact of rank 0, as its file `name`. Every rank calls this, once.
+
+        out: the artifact's writer on rank 0, None on the others. It may be called in a thread beside the one that
+        trains. Raises RanksLost.
+        """
+        with self.folder:
+            put_parts(out, self.store, name, self.own, self.forms, self.ranks.aside.exchange)
 
 
 def save_tensors(
@@ -34,12 +50,10 @@ def save_tensors(
 ) -> None:
     """Write tensors as the file `name` of an artifact, or as the parts of it. Copies one tensor at a time at most.
 
-    Staged tensors are moved; their metadata is that of their staging.
+    Staged tensors are moved, while every other rank calls `put`; their metadata is that of their staging.
     """
     if isinstance(tensors, StagedTensors):
-        assert tensors.folder is not None, "rank 0 publishes"
-        with tensors.folder as folder:
-            add_parts(out, name, tensors.parts, Path(folder))
+        tensors.put(out, name)
         return
     forms = {tensor: form_of(value) for tensor, value in tensors.items()}
     add_tensors(out, name, forms, lambda tensor: bytes_of(tensors[tensor]), metadata)

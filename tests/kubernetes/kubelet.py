@@ -1,11 +1,13 @@
 """Scheduler and kubelet of a stand-in cluster: a pod's command runs as a process of this machine.
 
-No isolation, no image, no DNS, no mounts: the image's name only decides if it can be "pulled"; in the values of
-variables a name `POD.SERVICE` becomes `localhost`, and /tmp a folder of the pod.
+No isolation, no image, no DNS: the image's name only decides if it can be "pulled"; in the values of variables a name
+`POD.SERVICE` becomes `localhost`, and /tmp a folder of the pod. That folder has the same path in every pod and another
+content, as on several nodes: it hides the folders of the other pods. It also holds HOME, the cache and temporary files.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import signal
@@ -32,6 +34,8 @@ class Kubelet:
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.lost: set[str] = set()
         """Uids of pods on nodes that do not answer: they stay until they are deleted without a grace period."""
+        self.disk = folder / "disk"
+        """Path of every pod's own disk, where the machine has mount namespaces; else the parent of those disks."""
         self._marks: dict[str, str] = {}
         self._kill_at: dict[str, float] = {}
 
@@ -136,12 +140,14 @@ class Kubelet:
             return
         pod["status"] |= {"phase": "Running", "podIP": "127.0.0.1", "hostIP": "127.0.0.1", "startTime": now()}
         command = [*container.get("command", []), *container.get("args", [])]
-        own = {name: os.environ[name] for name in ("HOME", "LANG", "TMPDIR") if name in os.environ}
+        within, tmp = self._disk(pod)
+        cache = f"{tmp}/triplane-cache"
+        own = {"HOME": tmp, "TMPDIR": tmp, "TRIPLANE_CACHE": cache, "LANG": os.environ.get("LANG", "C.UTF-8")}
         path = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": f"{ROOT}:{ROOT}/kernels"}
         with self.log(pod).open("wb") as log:
             try:
                 self.processes[pod["metadata"]["uid"]] = subprocess.Popen(
-                    command,
+                    [*within, *command],
                     env={**own, **path, **self.environment, **variables},
                     cwd=ROOT,
                     stdin=subprocess.DEVNULL,
@@ -190,6 +196,15 @@ class Kubelet:
         ]
         self.objects.touch(pod)
 
+    def _disk(self, pod: Object) -> tuple[list[str], str]:
+        """The pod's disk: a command that runs another one with it, and its path there."""
+        own = self.disk / pod["metadata"]["uid"]
+        own.mkdir(parents=True, exist_ok=True)
+        if not has_mounts():
+            return [], str(own)
+        script = 'mount --bind "$0" "$1" && shift && exec "$@"'
+        return ["unshare", "--mount", "sh", "-c", script, str(own), str(self.disk)], str(self.disk)
+
     def _variables(self, pod: Object, container: Object) -> dict[str, str]:
         found: dict[str, str] = {}
         namespace = pod["metadata"]["namespace"]
@@ -211,14 +226,21 @@ class Kubelet:
         """A variable's value as it has to be without DNS and without mounts."""
         namespace = pod["metadata"]["namespace"]
         if value == "/tmp" or value.startswith("/tmp/"):
-            own = self.folder / f"{pod['metadata']['uid']}.tmp"
-            own.mkdir(exist_ok=True)
-            return str(own) + value[4:]
+            return self._disk(pod)[1] + value[4:]
         if re.fullmatch(r"[a-z0-9-]+\.([a-z0-9-]+)", value):
             service = self.objects.every.get((namespace, "services", value.partition(".")[2]))
             jobs = self.objects.every.get((namespace, "jobs", value.partition(".")[2]))
             return "localhost" if service or jobs else value
         return value
+
+
+@functools.cache
+def has_mounts() -> bool:
+    """Whether this process may make mount namespaces."""
+    try:
+        return subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode == 0
+    except FileNotFoundError:
+        return False
 
 
 def _field(pod: Object, path: str) -> str:

@@ -8,15 +8,18 @@ import sys
 import threading
 from pathlib import Path
 
+import boto3
 import pytest
 
 from contracts.artifacts import find_artifact
+from contracts.digests import digest_of
 from contracts.store import Store
 from resources.launch import Launch
 from resources.placement import TrainerPlacement
 from resources.training_logs import kept_logs
 from tests.kubernetes.api_server import Cluster
 from tests.kubernetes.conftest import messages_left
+from tests.kubernetes.kubelet import has_mounts
 from tests.kubernetes.trainings import launch_as_job
 from tests.trainer.trainer_world import World, make_world
 from trainer.config import SftJob
@@ -27,6 +30,16 @@ LONG = {"max_steps": 60, "evaluate_every": 5, "snapshot_every": 5, "expected_sol
 @pytest.fixture
 def world(tmp_path: Path) -> World:
     return make_world(tmp_path / "world")
+
+
+@pytest.fixture
+def remote_world(s3: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    """In a bucket of its own, with a cache that no pod has."""
+    for name, value in {**s3, "TRIPLANE_CACHE": str(tmp_path / "cache")}.items():
+        monkeypatch.setenv(name, value)
+    bucket = f"stores-{digest_of([tmp_path.name])[:20]}"
+    boto3.client("s3").create_bucket(Bucket=bucket)
+    return make_world(tmp_path, f"s3://{bucket}/store")
 
 
 def launch_of(job: SftJob, store: Store, nodes: int) -> Launch:
@@ -68,6 +81,20 @@ def test_two_pods_train_the_checkpoint_of_two_local_ranks(world: World, cluster:
     logs = sorted(path.name for path in folder.rglob("*.log"))
     assert [name[:28] for name in logs] == [f"train-{job.key[:20]}-{index}" for index in (0, 1)]
     assert messages_left() == []
+
+
+@pytest.mark.skipif(not has_mounts(), reason="pods would see the disks of each other")
+@pytest.mark.parametrize("backend", ["fsdp2", pytest.param("deepspeed", marks=pytest.mark.slow)])
+def test_two_pods_without_a_common_disk_train_the_checkpoint_of_two_local_ranks(
+    remote_world: World, cluster: Cluster, backend: str
+) -> None:
+    store = remote_world.store
+    here, job = (two_ranks(remote_world, name).model_copy(update={"backend": backend}) for name in ("here", "pods"))
+    expected = digest_here(here)
+    assert launch_as_job(launch_of(job, store, 2))[-1]["result"]["checkpoint"]["digest"] == expected
+    local, remote = (find_artifact(store, "trainer_state", each.key) for each in (here, job))
+    assert local is not None and remote is not None and local.ref.digest == remote.ref.digest
+    assert len(list(cluster.kubelet.disk.iterdir())) == 2, "each pod wrote to a disk of its own"
 
 
 def test_one_pod_reports_its_progress_and_its_result(world: World, cluster: Cluster) -> None:

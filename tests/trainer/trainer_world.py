@@ -128,9 +128,9 @@ def backend_of(parameters: Parameters) -> TorchBackend:
     return TorchBackend(parameters, AdamWRule(0.9, 0.95, 0.0))
 
 
-def make_world(folder: Path) -> World:
-    """Artifacts in a fresh store below `folder`."""
-    store = open_store(str(folder / "store"))
+def make_world(folder: Path, url: str | None = None) -> World:
+    """Artifacts in a fresh store: below `folder`, or at `url`."""
+    store = open_store(url or str(folder / "store"))
     tokenizer = _tokenizer(store)
     chat = ChatTokenizer.from_directory(tokenizer.directory())
     return World(store, tokenizer, _demonstrations(store, chat), chat.vocabulary_size)

@@ -21,7 +21,7 @@ from torch import Tensor
 from contracts.architectures import expert_names
 from contracts.checkpoints import expected_tensors, is_quantized
 from contracts.precision import Forward, exported_forward
-from contracts.rank_parts import gather_parts, stage_parts
+from contracts.rank_parts import RankParts, in_step, stage_parts
 from contracts.store import Store, scratch_directory
 from contracts.tensor_files import Form
 from contracts.tensor_parts import bytes_of, form_of
@@ -37,8 +37,6 @@ from trainer.ranks import Ranks, losing_ranks
 from trainer.state import LOOP, MASTER, NONE, TrainerState
 from trainer.tensors import StagedTensors
 
-STAGED_S = 600.0
-"""Longest time that rank 0 waits for the parts of the others, in seconds."""
 _EMPTY = ScoredSequence(np.zeros(2, np.int64), np.ones(1, np.int64))
 """What a rank without further microbatches passes."""
 
@@ -194,14 +192,16 @@ class ShardedBackend(ABC):
     def _stage(
         self, held: Mapping[str, Tensor], forms: Mapping[str, Form], metadata: Mapping[str, str] | None
     ) -> StagedTensors:
-        """Write what this rank holds into a folder of rank 0, which verifies all parts. forms: of all ranks."""
-        folder = scratch_directory(self._store) if self.ranks.leads else None
-        where = Path(self.ranks.tell("" if folder is None else folder.name))
+        """Write what this rank holds to its own disk. forms: of all ranks."""
+        ranks, folder = self.ranks, scratch_directory(self._store)
         own = {name: form_of(tensor) for name, tensor in held.items()}
-        stage_parts(where, self.ranks.rank, self.ranks.count, own, lambda name: bytes_of(held[name]), metadata)
-        parts = gather_parts(where, self.ranks.count, forms, STAGED_S) if self.ranks.leads else []
-        self.ranks.meet()
-        return StagedTensors(folder, [part for part in parts if part.tensors])
+
+        def write() -> RankParts:
+            return stage_parts(
+                Path(folder.name), ranks.rank, ranks.count, own, lambda name: bytes_of(held[name]), metadata
+            )
+
+        return StagedTensors(self._store, ranks, folder, in_step(write, ranks.exchange, ranks.rank), forms)
 
 
 def exported(name: str, master: Tensor, forward: Forward) -> dict[str, Tensor]:
