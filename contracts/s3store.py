@@ -85,10 +85,10 @@ class S3Store:
         """See Store.create_file."""
         with self._explained(key):
             created = self._create(key, source)
-        if created:
+        if created and move:
+            source.unlink()
+        elif created:
             self._cache.adopt(key, source)
-            if move:
-                source.unlink()
         return created
 
     def get(self, key: str) -> bytes:

@@ -48,7 +48,7 @@ class Store(Protocol):
     def create_file(self, key: str, source: Path, *, move: bool = False) -> bool:
         """Like `create`, from a local file, without loading it into memory.
 
-        move: `source` is not needed any more; it is removed, or becomes the object.
+        move: this machine needs `source` no more; it is removed, or becomes the object, and leaves no cached copy.
         """
 
     def get(self, key: str) -> bytes:

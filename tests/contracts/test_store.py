@@ -30,6 +30,16 @@ def test_create_is_exclusive_and_keeps_the_first_bytes(store: Store) -> None:
     assert store.exists("a/b.txt") and not store.exists("a/c.txt")
 
 
+def test_a_moved_file_is_stored_once_and_gone(store: Store, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.write_bytes(b"first")
+    assert store.create_file("a", source, move=True)
+    assert not source.exists() and store.local_path("a").read_bytes() == b"first"
+    source.write_bytes(b"second")
+    assert not store.create_file("a", source, move=True)
+    assert store.get("a") == b"first"
+
+
 def test_list_is_sorted_and_by_prefix(store: Store, tmp_path: Path) -> None:
     (tmp_path / "source").write_bytes(b"3")
     store.create("x/2", b"")
