@@ -179,7 +179,7 @@ def test_an_iteration_on_two_machines_gives_the_digests_of_one(
 
 
 KILLS = [
-    pytest.param(0, "rank-part-stored:1", id="rank 0 in its first snapshot"),
+    pytest.param(0, "rank-part-stored:1", id="rank 0 in its first snapshot", marks=pytest.mark.slow),
     pytest.param(1, "rank-part-stored:1", id="rank 1 in its first snapshot", marks=pytest.mark.slow),
     pytest.param(0, "rank-part-stored:2", id="rank 0 in its second snapshot", marks=pytest.mark.slow),
     pytest.param(1, "rank-part-stored:3", id="rank 1 in its trainer state"),
