@@ -72,6 +72,7 @@ def run(options: ClusterOptions) -> Result:
             for (count, clients, servers), spread in spreads
         ),
         "measured: " + ", ".join(f"{name} {value:.4g}" for name, value in _shown(costs).items()),
+        f"costs: {costs.note}",
         f"assumed: {given}",
         _first(first),
     ]

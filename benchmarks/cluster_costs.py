@@ -17,12 +17,6 @@ class ApiCosts:
 
     trainer_minute: tuple[float, float]
     """Calls a minute of a training's driver: in its first minute, and later."""
-    train: float
-    """All calls of the short training of the measured iteration."""
-    run_seconds: float
-    """Seconds of the run of the measured iteration."""
-    step_seconds: float
-    """Mean seconds of its steps, from launch to end."""
     polls_step: float
     """Calls a minute for each step under way."""
     polls_run: float
@@ -111,6 +105,8 @@ class Costs:
     api: ApiCosts
     postgres: PostgresCosts
     s3: S3Costs
+    note: str = ""
+    """Where they come from."""
 
     def write(self, path: Path) -> None:
         """Write them as JSON."""
@@ -121,4 +117,4 @@ def read_costs(path: Path = RECORDED) -> Costs:
     """Costs that `Costs.write` wrote."""
     read = json.loads(path.read_text())
     api = {**read["api"], "trainer_minute": tuple(read["api"]["trainer_minute"])}
-    return Costs(ApiCosts(**api), PostgresCosts(**read["postgres"]), S3Costs(**read["s3"]))
+    return Costs(ApiCosts(**api), PostgresCosts(**read["postgres"]), S3Costs(**read["s3"]), read["note"])

@@ -87,7 +87,12 @@ def measure() -> Costs:
             traffic = _iterations(folder, server)
             with running_postgres() as postgres:
                 api, records = _pods(folder / "pods", server, postgres, len(SIZES))
-        return Costs(ApiCosts(trainer_minute=waiting, **api), PostgresCosts(**records), _s3_costs(traffic, polled))
+        return Costs(
+            ApiCosts(trainer_minute=waiting, **api),
+            PostgresCosts(**records),
+            _s3_costs(traffic, polled),
+            "measured in one go",
+        )
 
 
 def _iterations(folder: Path, server: S3Server) -> list[list[Request]]:
@@ -171,9 +176,6 @@ def _pods(folder: Path, server: S3Server, postgres: Postgres, number: int) -> tu
             launched = calls.of("POST", "jobs")
     named = by_source(asked)
     api = {
-        "train": named["train"] + 1,
-        "run_seconds": seconds,
-        "step_seconds": sum(steps.values()) / len(steps),
         "polls_step": named["step poll"] / (sum(steps.values()) / 60),
         "polls_run": named["run poll"] / (seconds / 60),
         "orphans": named["orphans"] / (seconds / 60),
