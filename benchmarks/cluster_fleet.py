@@ -43,7 +43,7 @@ class _Server(Member):
 
     def __init__(self, address: str, sandboxes: Counter[str], lost: set[str]) -> None:
         super().__init__(address, lambda member: None)
-        self._all, self._lost, self._made = sandboxes, lost, 0
+        self._all, self._lost, self._started = sandboxes, lost, 0
 
     async def serves(self) -> bool:
         """See Member.serves."""
@@ -57,8 +57,8 @@ class _Server(Member):
         if self.address in self._lost:
             self.leave_out("connection lost")
             raise ServerLost(f"lost the envd server {self.address}")
-        self._made += 1
-        name = f"{self.address}/{self._made}"
+        self._started += 1
+        name = f"{self.address}/{self._started}"
         self._open_ids.add(name)
         self._all[self.address] += 1
         return name
