@@ -7,9 +7,10 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import dagster as dg
 
@@ -24,9 +25,11 @@ _FINAL = (dg.DagsterRunStatus.SUCCESS, dg.DagsterRunStatus.FAILURE, dg.DagsterRu
 class RunWorld:
     """A deployment in `folder`: its Dagster instance, its store, and the cluster that its runs use."""
 
-    def __init__(self, folder: Path, cluster: Cluster, instance: dg.DagsterInstance) -> None:
+    def __init__(
+        self, folder: Path, cluster: Cluster, instance: dg.DagsterInstance, variables: Mapping[str, str]
+    ) -> None:
         self.folder, self.cluster, self.instance = folder, cluster, instance
-        self.environment = {**os.environ, **_variables(folder), "KUBECONFIG": str(cluster.folder / "kubeconfig.json")}
+        self.environment = {**os.environ, **variables, "KUBECONFIG": str(cluster.folder / "kubeconfig.json")}
 
     def launch(self, job: str, partition: str | None = None) -> str:
         """Launch a run as the command line of Dagster does. Returns its id."""
@@ -117,7 +120,7 @@ def _variables(folder: Path) -> dict[str, str]:
     }
 
 
-def _instance(folder: Path, kubeconfig: Path) -> Path:
+def _instance(folder: Path, kubeconfig: Path, settings: Mapping[str, Any]) -> Path:
     (folder / "dagster").mkdir()
     config = {
         "run_launcher": {
@@ -137,18 +140,25 @@ def _instance(folder: Path, kubeconfig: Path) -> Path:
         "run_monitoring": {"enabled": True, "poll_interval_seconds": 2, "max_resume_run_attempts": 0},
         "run_retries": {"enabled": True, "max_retries": 3, "retry_on_asset_or_op_failure": False},
         "telemetry": {"enabled": False},
+        **settings,
     }
     (folder / "dagster" / "dagster.yaml").write_text(json.dumps(config))
     return folder / "dagster"
 
 
 @contextmanager
-def run_world(folder: Path) -> Iterator[RunWorld]:
-    """Start a cluster and Dagster's daemon; end both, and every pod, afterwards."""
-    with serving(Cluster(folder / "cluster", _variables(folder))) as cluster:
-        home = _instance(folder, cluster.folder / "kubeconfig.json")
+def run_world(
+    folder: Path, variables: Mapping[str, str] | None = None, settings: Mapping[str, Any] | None = None
+) -> Iterator[RunWorld]:
+    """Start a cluster and Dagster's daemon; end both, and every pod, afterwards.
+
+    variables: more of the environment. settings: more of dagster.yaml.
+    """
+    environment = {**_variables(folder), **(variables or {})}
+    with serving(Cluster(folder / "cluster", environment)) as cluster:
+        home = _instance(folder, cluster.folder / "kubeconfig.json", settings or {})
         with dg.DagsterInstance.from_config(str(home)) as instance:
-            world = RunWorld(folder, cluster, instance)
+            world = RunWorld(folder, cluster, instance, environment)
             with (folder / "daemon.log").open("wb") as log:
                 daemon = subprocess.Popen(
                     [
