@@ -29,6 +29,8 @@ from contracts.tensor_parts import Part, ReadTensor, cut_parts, name_stored, par
 POLL_S = 1.0
 """Longest time between two reports of a rank that works, in seconds."""
 _FIRST_POLL_S = 0.02
+_STOP_S = 20.0
+"""Time for the file that a rank is storing when another one fails, in seconds."""
 _BUSY, _DONE, _FAILED = "busy", "done", "failed: "
 
 Exchange = Callable[[str], Sequence[str]]
@@ -95,7 +97,7 @@ def put_parts(
     first = sum(len(each.parts) for each in every[: staged.rank])
     placed = _Placing(store, every[0].attempt, staged, files[first : first + len(staged.parts)])
     try:
-        in_step(placed.run, exchange, staged.rank)
+        in_step(placed.run, exchange, staged.rank, placed.stop)
     except BaseException:
         placed.take_back()
         raise
@@ -105,14 +107,27 @@ def put_parts(
         name_stored(out, name, parts)
 
 
-def in_step(work: Callable[[], _Result], exchange: Exchange, rank: int) -> _Result:
-    """Result of `work`, when the work of every rank is done. Every rank must call this.
+def in_step(
+    work: Callable[[], _Result], exchange: Exchange, rank: int, stop: Callable[[], None] | None = None
+) -> _Result:
+    """Result of `work`, when the work of every rank is done. Every rank must call this. stop: asks `work` to end, if
+    another rank failed; it gets some seconds for that.
 
     The ranks report to each other meanwhile, so that a rank may take longer than they wait for a lost one. Raises the
     error of `work`, InfraFault if that of another rank fails, and what `exchange` raises.
     """
     worker = _Worker(work)
     worker.start()
+    try:
+        return _result(worker, exchange)
+    except BaseException:
+        if stop is not None:
+            stop()
+            worker.join(_STOP_S)
+        raise
+
+
+def _result(worker: _Worker[_Result], exchange: Exchange) -> _Result:
     poll = _FIRST_POLL_S
     while True:
         worker.join(poll)
@@ -167,9 +182,12 @@ class _Placing:
             failpoint("rank-part-stored")
         self._whole = True
 
+    def stop(self) -> None:
+        """Put no further file."""
+        self._stopped = True
+
     def take_back(self) -> None:
         """Remove the files, unless rank 0 may have been told that all are there: then it decides."""
-        self._stopped = True
         if not self._whole:
             with suppress(StoreError):  # unreachable: `store gc` removes them later
                 for key in self._placed:
