@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from triplane_dagster.doctor.cluster_rights import RIGHTS
 
 from tests.kubernetes.cluster.world import RELEASE, World
+from triplane_dagster.doctor.cluster_rights import RIGHTS
 
 pytestmark = [pytest.mark.kubernetes, pytest.mark.timeout(900)]
 NAME = f"{RELEASE}-dagster"
