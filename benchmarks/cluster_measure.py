@@ -311,7 +311,7 @@ class _Records:
         before = self.totals()["sessions"]
         for _ in range(times):
             work()
-        return (self.totals()["sessions"] - before) / times
+        return float(self.totals()["sessions"] - before) / times
 
     def bytes_of_rows(self) -> float:
         """Bytes of a row of the event log, with its indexes."""

@@ -48,7 +48,8 @@ class Postgres:
         try:
             with connection.cursor() as cursor:
                 cursor.execute(query)
-                return cursor.fetchall()
+                found: list[tuple[Any, ...]] = cursor.fetchall()
+                return found
         finally:
             connection.close()
 
