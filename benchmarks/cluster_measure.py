@@ -316,7 +316,8 @@ class _Records:
     def bytes_of_rows(self) -> float:
         """Bytes of a row of the event log, with its indexes."""
         size, rows = self._ask("SELECT pg_total_relation_size('event_logs'), count(*) FROM event_logs")
-        return float(size) / max(1, rows)
+        found: float = float(size) / max(1, int(rows))
+        return found
 
 
 def _inserts(instance: dg.DagsterInstance, run_id: str) -> float:

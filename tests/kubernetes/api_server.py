@@ -227,8 +227,13 @@ def _handler(cluster: Cluster) -> type[BaseHTTPRequestHandler]:
                     self._reply(201 if self.command == "POST" else 200, answer)
                 cluster.requests.append((self.command, split.path))
             except Refused as refusal:
-                said: dict[str, Any] = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "message": str(refusal)}
-                said |= {"reason": refusal.reason, "code": refusal.status}
+                said: dict[str, Any] = {
+                    "kind": "Status",
+                    "apiVersion": "v1",
+                    "status": "Failure",
+                    "message": str(refusal),
+                }
+                said |= {"message": str(refusal), "reason": refusal.reason, "code": refusal.status}
                 self._reply(refusal.status, json.dumps(said).encode())
 
         do_POST = do_DELETE = do_PATCH = do_PUT = do_GET

@@ -92,7 +92,7 @@ def postgres() -> Finding:
     """Connect to PostgreSQL if DAGSTER_POSTGRES_* are set."""
     host = os.environ.get("DAGSTER_POSTGRES_HOST")
     try:
-        import psycopg2  # type: ignore[import-untyped]
+        import psycopg2
     except ImportError:
         return missing("no client (psycopg2)", "`pip install -e '.[postgres]'`")
     if not host:
