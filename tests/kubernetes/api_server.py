@@ -227,12 +227,7 @@ def _handler(cluster: Cluster) -> type[BaseHTTPRequestHandler]:
                     self._reply(201 if self.command == "POST" else 200, answer)
                 cluster.requests.append((self.command, split.path))
             except Refused as refusal:
-                said: dict[str, Any] = {
-                    "kind": "Status",
-                    "apiVersion": "v1",
-                    "status": "Failure",
-                    "message": str(refusal),
-                }
+                said: dict[str, Any] = {"kind": "Status", "apiVersion": "v1", "status": "Failure"}
                 said |= {"message": str(refusal), "reason": refusal.reason, "code": refusal.status}
                 self._reply(refusal.status, json.dumps(said).encode())
 
