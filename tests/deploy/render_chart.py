@@ -52,7 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     values: dict[str, Any] = {}
     for path in given.values:
-        values = _merged(values, yaml.safe_load(path.read_text()) or {})
+        values = merged(values, yaml.safe_load(path.read_text()) or {})
     try:
         objects = render(values, given.release, given.namespace, given.kube_version)
     except HelmError as error:
@@ -62,12 +62,12 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+def merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     """As Helm merges files of values: maps by key, everything else is replaced."""
     found = dict(below)
     for key, value in above.items():
         old = found.get(key)
-        found[key] = _merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+        found[key] = merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
     return found
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from tests.deploy.render_chart import render
+from tests.deploy.render_chart import merged, render
 from tests.kubernetes.cluster.support import BUCKETS, KEYS, experiments, postgres_command, s3_server, secret
 from tests.webserver import LAUNCH, ask
 
@@ -104,7 +104,7 @@ class World:
             # containerd 1.6 has no user namespaces
             "envd": {"image": image, "resources": small, "pool": 2, "privileged": True},
         }
-        return render(_merged(values, self.values), RELEASE, self.namespace)
+        return render(merged(values, self.values), RELEASE, self.namespace)
 
     def address(self, service: str, port: int) -> str:
         """URL of a Service, as this machine reaches it."""
@@ -201,11 +201,3 @@ class World:
 
 def _retried(run: dict[str, Any]) -> bool:
     return any(tag == {"key": "dagster/will_retry", "value": "true"} for tag in run["tags"])
-
-
-def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    found = dict(below)
-    for key, value in above.items():
-        old = found.get(key)
-        found[key] = _merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
-    return found
