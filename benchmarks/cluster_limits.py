@@ -32,6 +32,11 @@ class Limit:
 
 def limits_of(costs: Costs, given: Assumptions) -> list[Limit]:
     """All limits. Sources are published ones, or this machine's measurement."""
+    return [*_postgres(costs, given), *_kubernetes(given), *_s3(), *_shards(), *_names()]
+
+
+def _postgres(costs: Costs, given: Assumptions) -> list[Limit]:
+    """Limits of Dagster's queue and records."""
     return [
         Limit(
             "runs at once",
@@ -76,6 +81,12 @@ def limits_of(costs: Costs, given: Assumptions) -> list[Limit]:
             "measured: four writers",
             "a server of more cores",
         ),
+    ]
+
+
+def _kubernetes(given: Assumptions) -> list[Limit]:
+    """Limits of the API server, etcd and the cluster."""
+    return [
         Limit(
             "Kubernetes API requests in flight",
             245,
@@ -110,6 +121,12 @@ def limits_of(costs: Costs, given: Assumptions) -> list[Limit]:
             "kubernetes.io, considerations for large clusters",
             "a second cluster for sandboxes: TRIPLANE_ENVD takes several addresses",
         ),
+    ]
+
+
+def _s3() -> list[Limit]:
+    """Limits of the store."""
+    return [
         Limit(
             "S3 writes a second",
             3_500,
@@ -126,6 +143,12 @@ def limits_of(costs: Costs, given: Assumptions) -> list[Limit]:
             "AWS, for each partitioned prefix",
             "as for writes",
         ),
+    ]
+
+
+def _shards() -> list[Limit]:
+    """Limits of the run pod, which launches and checks the shards of an iteration."""
+    return [
         Limit(
             "one round of health checks",
             5.0,
@@ -152,6 +175,12 @@ def limits_of(costs: Costs, given: Assumptions) -> list[Limit]:
             "bound of prompts.workers",
             "larger shards (rollouts.concurrency)",
         ),
+    ]
+
+
+def _names() -> list[Limit]:
+    """Limits of the name that stands for all sandbox servers."""
+    return [
         Limit(
             "DNS reply by UDP",
             512,
