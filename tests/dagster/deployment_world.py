@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import dagster as dg
+import pyarrow as pa
 import torch
 import uvicorn
 from dagster_world import World
@@ -18,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from contracts.artifacts import Artifact, ArtifactRef, ArtifactWriter, open_artifact
 from contracts.checkpoints import WEIGHTS
 from contracts.digests import digest_of
+from contracts.store import Store
 from inference.engines.builtin import BuiltinEngine
 from inference.server.app import Application
 from ops.deploy_decision import Decision, decide_deployment, read_decision
@@ -139,6 +141,26 @@ def spoilt(world: World, candidate: ArtifactRef, tensor: str, value: float | Non
         for name in source.names():
             out.add_file(name)
         return out.commit().ref
+
+
+def copied(
+    store: Store,
+    source: Artifact,
+    parents: Mapping[str, ArtifactRef] | None = None,
+    tables: Mapping[str, pa.Table] | None = None,
+    key: str | None = None,
+) -> Artifact:
+    """A copy of an artifact under another key, with other parents and some other tables."""
+    parents, tables = parents or source.manifest.parents, tables or {}
+    key = key or digest_of([source.ref.key, sorted(tables), {role: ref.digest for role, ref in parents.items()}])
+    with ArtifactWriter(store, source.ref.kind, key, parents=parents, config={}, code_version="1") as out:
+        for name in source.names():
+            if name in tables:
+                out.add_table(name, tables[name])
+            else:
+                shutil.copyfile(source.path(name), out.directory / name)
+                out.add_file(name)
+        return out.commit(meta=source.meta)
 
 
 def planted_checkpoint(world: World, source: ArtifactRef, change: Callable[[Tensors], None]) -> Artifact:

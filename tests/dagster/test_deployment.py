@@ -6,7 +6,7 @@ import asyncio
 import http.server
 import shutil
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from threading import Barrier, Thread
@@ -21,6 +21,7 @@ from deployment_world import (
     Stage,
     Tensors,
     an_expert_of_zeros,
+    copied,
     doubled_scales,
     good_smoke,
     no_smoke,
@@ -32,9 +33,8 @@ from deployment_world import (
 )
 
 from assets.sampler import _smoke_metadata
-from contracts.artifacts import Artifact, ArtifactRef, ArtifactWriter, open_artifact
-from contracts.digests import digest_of
-from contracts.store import Store
+from contracts.artifacts import Artifact, ArtifactRef, open_artifact
+from contracts.store import LocalStore, Store
 from inference.engines.base import Completion, SamplingParams
 from inference.engines.builtin import BuiltinEngine
 from inference.engines.openai import OpenAIEngine
@@ -121,36 +121,23 @@ def test_candidate_with_unsound_weights_is_refused_though_it_passed_the_gate(
     assert "candidate is non-inferior to its parent" in decision.reasons[0] and reason in decision.reasons[0]
 
 
-def test_candidate_that_tampered_on_the_gate_is_refused(ran: World) -> None:
-    stage = stage_of(ran, "tampers")
+def test_candidate_that_tampered_on_the_gate_is_refused(ran: World, untouched: Path, tmp_path: Path) -> None:
+    shutil.copytree(untouched, tmp_path / "store")  # other tests count the evaluations of `ran`
+    world = replace(ran, store=LocalStore(tmp_path / "store"))
+    stage = stage_of(world, "tampers")
     step = stage.step(stage.first, stage.base, "0000")
-    evaluation = open_artifact(ran.store, step.parent("evaluation"))
-    played = open_artifact(ran.store, evaluation.manifest.parents["candidate_gate"])
+    evaluation = open_artifact(world.store, step.parent("evaluation"))
+    played = open_artifact(world.store, evaluation.manifest.parents["candidate_gate"])
     rewards = played.table("rewards.parquet")
     verdicts = pa.array(["tampered"] * rewards.num_rows, pa.string())
     changed = rewards.set_column(rewards.schema.get_field_index("verdict"), "verdict", verdicts)
-    caught = copied(ran.store, played, played.manifest.parents, {"rewards.parquet": changed})
+    caught = copied(world.store, played, tables={"rewards.parquet": changed})
     parents = {**evaluation.manifest.parents, "candidate_gate": caught.ref}
-    made = {**step.state.made, "evaluation": copied(ran.store, evaluation, parents, {}).ref}
+    made = {**step.state.made, "evaluation": copied(world.store, evaluation, parents).ref}
     caught_step = replace(step, state=replace(step.state, made=made))
     decision = read_decision(decide_deployment(caught_step, no_smoke))
     assert decision.decision == "refused" and stage.registry.live() is None
     assert f"tampered with its verdict in {rewards.num_rows} of {rewards.num_rows} gate episodes" in decision.reasons[0]
-
-
-def copied(
-    store: Store, source: Artifact, parents: Mapping[str, ArtifactRef], tables: Mapping[str, pa.Table]
-) -> Artifact:
-    """A copy of an artifact under another key, with other parents and some other tables."""
-    key = digest_of([source.ref.key, sorted(tables), {role: ref.digest for role, ref in parents.items()}])
-    with ArtifactWriter(store, source.ref.kind, key, parents=parents, config={}, code_version="1") as out:
-        for name in source.names():
-            if name in tables:
-                out.add_table(name, tables[name])
-            else:
-                shutil.copyfile(source.path(name), out.directory / name)
-                out.add_file(name)
-        return out.commit(meta=source.meta)
 
 
 def test_infrastructure_fault_decides_nothing(ran: World) -> None:

@@ -11,7 +11,7 @@ import dagster as dg
 import pyarrow as pa
 import pytest
 from dagster_world import World
-from deployment_world import NoProgress, Stage, doubled_scales, planted_checkpoint, spoilt, stage_of
+from deployment_world import NoProgress, Stage, copied, doubled_scales, planted_checkpoint, spoilt, stage_of
 
 from contracts.artifacts import Artifact, ArtifactRef, ArtifactWriter, list_artifacts, open_artifact
 from contracts.chat import ChatTokenizer
@@ -26,13 +26,14 @@ from ops.deploy_decision import Decision, decide_deployment, gate_comparisons, r
 from ops.evaluation import evaluate
 from ops.graph import EVALUATION, SAMPLER
 from ops.health import gate_checks
+from ops.inputs import trainer_state_of
 from ops.smoke import play_smoke
 from ops.spec import StepSpec
 from ops.state import IterationState
 from ops.step import Step
 from resources.experiment import Experiment, SftBase
 from resources.progress import no_progress
-from resources.refs import require_ref
+from resources.refs import require_ref, write_ref
 from resources.sampler import SamplerResource
 from resources.sandboxes import SandboxesResource
 from trainer.config import SftConfig, SftJob
@@ -133,13 +134,16 @@ def evaluation_of(stage: Stage, candidate: ArtifactRef) -> Artifact:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_candidate_that_solves_goes_live_and_its_broken_copy_is_refused(
-    stage: Stage, handles: tuple[SamplerResource, SandboxesResource], monkeypatch: pytest.MonkeyPatch
+    stage: Stage, handles: tuple[SamplerResource, SandboxesResource]
 ) -> None:
     expert = expert_policy(stage.world.store, stage.experiment)
-    good = judge(stage, handles, expert, stage.base, "0000")
+    broken = spoilt(stage.world, expert, BROKEN, 0.0)  # a base policy whose scales are near those of the expert
+    state = open_artifact(stage.world.store, trainer_state_of(stage.world.store, expert))
+    copied(stage.world.store, state, key=broken.key)
+    write_ref(stage.world.store, stage.experiment.name, "base_policy", None, broken)
+    good = judge(stage, handles, expert, broken, "0000")
     assert good.decision == "live", good.reasons
     assert "candidate is non-inferior to its parent: +1.000" in good.reasons[0]
-    broken = spoilt(stage.world, expert, BROKEN, 0.0)
     bad = judge(stage, handles, broken, expert, "0001")
     assert bad.decision == "refused"
     shown = gate_checks(gate_comparisons(evaluation_of(stage, broken), expert, stage.experiment.promotion.margin))
