@@ -17,6 +17,7 @@
 #define HIDDEN "/.scratch"
 #define HIDDEN_PROC HIDDEN "/proc"
 #define HIDDEN_TEMPLATES HIDDEN "/templates"
+#define HIDDEN_RUNTIMES HIDDEN "/runtimes"
 #define HIDDEN_BOX HIDDEN "/box"     /* where a sandbox's tmpfs is while it is being set up */
 #define HIDDEN_LOWER HIDDEN "/lower" /* where its template is meanwhile */
 #define HIDDEN_VIEW HIDDEN "/view"   /* where its root is put together */
@@ -48,6 +49,7 @@ struct request {
     uint32_t flags;
     char template[MAX_NAME];
     char host_name[MAX_NAME];
+    char runtime[MAX_NAME]; /* packages that it sees instead of the host's; empty: the host's */
 };
 
 enum report_kind {
@@ -85,6 +87,8 @@ struct settings {
     bool reuses;        /* berths are used again */
     const char *system[MOST_SYSTEM]; /* directories that sandboxes see, by their paths */
     size_t system_count;
+    const char *packages[MOST_SYSTEM]; /* directories of the host's packages; a runtime takes the place of the first and hides the others */
+    size_t packages_count;
 };
 
 /* What is costly to make and outlives a sandbox: control groups, a user number, a network namespace. Those of a sandbox that left no trace in

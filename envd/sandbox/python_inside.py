@@ -13,12 +13,18 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import sysconfig
 from pathlib import Path
 
 ROOT = "/.python"
 _COVERED = ("/tmp", "/var/tmp", "/dev", "/proc", "/sys", "/workspace", "/.template", "/.scratch", "/etc", "/run")
 """Directories that sandboxes have of their own, or lack."""
 _MAX_SCRIPT = 1 << 20
+_PACKAGES = (
+    *(f"lib*/python3*/{name}" for name in ("site-packages", "dist-packages", "ensurepip/_bundled")),
+    "share/python-wheels",
+)
+"""Directories below a prefix that hold packages, as patterns."""
 
 
 @functools.cache
@@ -32,6 +38,27 @@ def python_directories() -> tuple[str, ...]:
 
 def _package_directories() -> list[str]:
     return [each for each in sys.path if each.endswith(("site-packages", "dist-packages"))]
+
+
+@functools.cache
+def package_places() -> tuple[str, ...]:
+    """Directories inside sandboxes of this host's Python packages, that of the running environment first.
+
+    A runtime takes the place of the first, and the others are empty then: pip and setuptools, which Python itself
+    brings, contain copies of other packages too.
+    """
+    own = sysconfig.get_path("purelib")
+    prefixes = {Path(each) for each in (sys.prefix, sys.base_prefix, sys.base_exec_prefix, "/usr", "/usr/local")}
+    found = {
+        *_package_directories(),
+        *(str(each) for prefix in prefixes for kind in _PACKAGES for each in prefix.glob(kind)),
+    }
+    real = {os.path.realpath(each) for each in found if Path(each).is_dir()} - {os.path.realpath(own)}
+    return (inside(own), *(inside(each) for each in sorted(real) if _is_visible(each)))
+
+
+def _is_visible(path: str) -> bool:
+    return any(path.startswith(f"{each}/") for each in ("/usr", *python_directories()))
 
 
 def system_directories() -> tuple[str, ...]:
