@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shlex
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from functools import cached_property
 from typing import Any, Self
@@ -241,6 +242,8 @@ class Task:
     """
     environment: Environment = Environment()
     """What agent and tests run in."""
+    base: Mapping[str, bytes] | None = field(default=None, compare=False, repr=False)
+    """Files that many tasks share; `files` is stored as an overlay over them (contracts/suites.py). None: as a whole."""
 
     @cached_property
     def files_digest(self) -> str:
@@ -265,9 +268,13 @@ class Task:
         )
 
 
-def files_digest(files: dict[str, bytes]) -> str:
+def files_digest(files: Mapping[str, bytes]) -> str:
     """Digest of a tree of files: H over the sorted (path, SHA-256) pairs."""
-    return digest_of([[path, sha256(files[path])] for path in sorted(files)])
+    return digest_of([[path, _sha256(files[path])] for path in sorted(files)])
+
+
+_sha256 = functools.lru_cache(maxsize=4096)(sha256)
+"""Tasks share most of their files."""
 
 
 def tasks_table(tasks: list[Task]) -> pa.Table:
