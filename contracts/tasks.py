@@ -243,7 +243,7 @@ class Task:
     environment: Environment = Environment()
     """What agent and tests run in."""
     base: Mapping[str, bytes] | None = field(default=None, compare=False, repr=False)
-    """Files that many tasks share; `files` is stored as an overlay over them (contracts/suites.py). None: as a whole."""
+    """Files that many tasks share; `files` is stored as an overlay on them (contracts/suites.py). None: as a whole."""
 
     @cached_property
     def files_digest(self) -> str:

@@ -15,15 +15,23 @@ _LEXER = re.compile(r"^pygments/lexers/(?!__init__|_mapping|python|diff|special)
 
 
 def write_wheel(
-    folder: Path, name: str, version: str, files: Mapping[str, bytes], needs: tuple[str, ...] = (), more: str = ""
+    folder: Path,
+    name: str,
+    version: str,
+    files: Mapping[str, bytes],
+    needs: tuple[str, ...] = (),
+    more: str = "",
+    plugin: str = "",
 ) -> Path:
-    """Write a pure Python wheel. more: further lines of its metadata."""
+    """Write a pure Python wheel. more: further lines of its metadata. plugin: its module that is a plugin of pytest."""
     info = f"{name.replace('-', '_')}-{version}.dist-info"
     needed = "".join(f"Requires-Dist: {each}\n" for each in needs)
     content = dict(files) | {
         f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needed}{more}\n".encode(),
         f"{info}/WHEEL": b"Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
     }
+    if plugin:
+        content[f"{info}/entry_points.txt"] = f"[pytest11]\n{name} = {plugin}\n".encode()
     record = [f"{path},sha256={_digest(data)},{len(data)}\n" for path, data in sorted(content.items())]
     content[f"{info}/RECORD"] = "".join([*record, f"{info}/RECORD,,\n"]).encode()
     wheel = folder / f"{info.removesuffix('.dist-info')}-py3-none-any.whl"

@@ -26,6 +26,8 @@ _MOST, _MOST_FILES = 64, 200_000
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _PYTEST = ("pytest", "pluggy", "iniconfig", "packaging", "pygments")
 """Packages that a process with pytest has imported."""
+_IDLE = frozenset({"a1_coverage.pth", "pytest-cov.pth"})
+"""Path files that do nothing unless an environment variable asks for coverage."""
 _COMPILE_S = 600.0
 
 
@@ -170,6 +172,6 @@ def _compile(directory: Path) -> None:
 
 
 def _has_our_pytest(directory: Path) -> bool:
-    if any(directory.glob("*.pth")):
+    if {each.name for each in directory.glob("*.pth")} - _IDLE:
         return False  # only a fresh interpreter reads them
     return all((directory / f"{name}-{metadata.version(name)}.dist-info").is_dir() for name in _PYTEST)

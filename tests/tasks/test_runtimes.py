@@ -88,9 +88,8 @@ def _own_wheels(folder: Path) -> None:
         b"import pytest\n\n\n@pytest.fixture\ndef watched(pytestconfig):\n    return pytestconfig.getini('watch')\n\n\n"
     )
     plugin += b"def pytest_addoption(parser):\n    parser.addini('watch', '', default='no')\n"
-    write_wheel(
-        folder, "watcher", "2.0", {"watcher.py": plugin}, ("pytest",), "Classifier: License :: OSI Approved :: X\n"
-    )
+    licence = "Classifier: License :: OSI Approved :: X\n"
+    write_wheel(folder, "watcher", "2.0", {"watcher.py": plugin}, ("pytest",), licence, plugin="watcher")
     write_wheel(folder, "sums", "1.0", {"sums/__init__.py": RIGHT})
 
 
@@ -166,6 +165,7 @@ def test_artifact_is_equal_in_every_store_and_names_licences(
     assert build_runtime(store, lock, wheelhouse=tmp_path / "gone").ref == runtime.ref  # found, nothing installed
     licences = {each["name"]: each["licence"] for each in runtime.json("packages.json")}
     assert (licences["onemore"], licences["watcher"], licences["pytest"]) == ("MIT", "X", "unknown")
+    assert [each["name"] for each in runtime.json("packages.json") if each["plugins"] == ["watcher"]] == ["watcher"]
     with tarfile.open(runtime.path(ARCHIVE)) as archive:
         names = archive.getnames()
     assert "onemore/__init__.py" in names and "Sums-1.5.dist-info/METADATA" in names

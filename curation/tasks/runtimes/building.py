@@ -8,7 +8,9 @@ import io
 import shutil
 import tarfile
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from contracts.artifacts import Artifact, ArtifactWriter, find_artifact
 from contracts.digests import file_sha256
@@ -23,8 +25,8 @@ _OF_INSTALLER = frozenset({"INSTALLER", "REQUESTED", "direct_url.json", "uv_buil
 def build_runtime(store: Store, lock: Lock, *, wheelhouse: Path | None = None) -> Artifact:
     """Publish the packages of a lock, or return the existing artifact; killed, it is as if never begun.
 
-    `meta["digest"]` is what tasks name. wheelhouse: see `resolve`. Raises TaskError if a wheel is missing or has
-    another hash.
+    `meta["digest"]` is what tasks name; packages.json lists packages with licences and plugins of pytest. wheelhouse:
+    see `resolve`. Raises TaskError if a wheel is missing or has another hash.
     """
     found = find_artifact(store, KIND, lock.key)
     if found is not None:
@@ -47,12 +49,18 @@ def build_runtime(store: Store, lock: Lock, *, wheelhouse: Path | None = None) -
         return out.commit(meta={"digest": digest, "packages": len(licences), "bytes": size})
 
 
-def _about(directory: Path) -> dict[str, str]:
-    """Name, version and licence of an installed distribution, as its metadata says."""
+def _about(directory: Path) -> dict[str, Any]:
+    """Name, version, licence and pytest's plugins (modules) of an installed distribution, as its metadata says."""
+    points = metadata.Distribution.at(directory).entry_points.select(group="pytest11")
     read = email.parser.Parser().parsestr((directory / "METADATA").read_text(errors="replace"), headersonly=True)
     classified = [each.rpartition(" :: ")[2] for each in read.get_all("Classifier", []) if each.startswith("License")]
     said = read["License-Expression"] or "; ".join(classified) or (read["License"] or "").strip().split("\n")[0]
-    return {"name": read["Name"], "version": read["Version"], "licence": said or "unknown"}
+    return {
+        "name": read["Name"],
+        "version": read["Version"],
+        "licence": said or "unknown",
+        "plugins": sorted(p.value for p in points),
+    }
 
 
 def _tidy(site: Path) -> None:

@@ -23,6 +23,11 @@ from curation.errors import TaskError
 
 _TEST = re.compile(r"(unit)?tests?|testing|pytest|(unit-?)?tests?[-_].*|.*[-_](unit-?)?tests?")
 _DEVELOP = frozenset({"dev", "develop", "development", "all"})
+_TOOLS = re.compile(
+    r"(mypy|pyright|ruff|black|flake8|pylint|isort|codespell|pre-commit|tox|nox|twine|build|wheel|bump.*|invoke|furo"
+    r"|(sphinx|mkdocs|flake8|types|tox|myst)[-_].*|sphinx|mkdocs)"
+)
+"""Packages for developers that no test imports."""
 _FILES = (
     "requirements/test*.in",
     "requirements/test*.txt",
@@ -85,9 +90,10 @@ def read_project(tree: Mapping[str, bytes]) -> Project:
         )
     own = canonicalize_name(found.name or "")
     project = Project(found.name or "", found.version or "0", entry_points=found.entry_points)
-    for line in _expanded([*(found.needs or ()), *tests], own, extras):
-        (project.left_out if line.url else project.requirements).append(str(line))
-    project.requirements = sorted(set(project.requirements))
+    needs = list(_expanded(found.needs or (), own, extras))
+    needs += [each for each in _expanded(tests, own, extras) if not _TOOLS.fullmatch(canonicalize_name(each.name))]
+    project.requirements = sorted({str(each) for each in needs if not each.url})
+    project.left_out = sorted({str(each) for each in needs if each.url})
     return project
 
 
