@@ -66,7 +66,7 @@ def test_random_faults_lose_seconds_and_nothing_else(
 
 def _seconds(world: World, strike: Callable[[], None]) -> float:
     """Seconds of one more iteration, with a fault."""
-    before = world.made("tiny")
+    before = world.wait("the web server answers", lambda: world.made("tiny"))
     world.train("tiny", 1)
     begun = time.monotonic()
     strike()
