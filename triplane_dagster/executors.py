@@ -31,7 +31,7 @@ def step_executor() -> dg.ExecutorDefinition:
 
 
 def _forked(config: Mapping[str, Any]) -> Mapping[str, object]:
-    """The configuration, with steps forked from a process that has imported the definitions: an import takes seconds."""
+    """The configuration, with steps forked from a process that has imported the definitions, which takes seconds."""
     return {"start_method": {"forkserver": {}}, **config}
 
 
