@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
 from email.message import EmailMessage
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -19,6 +16,7 @@ import dagster as dg
 import pytest
 from aiosmtpd.controller import Controller
 from aiosmtpd.handlers import Message
+from alert_receiver import Hook, listening
 
 from assets.naming import key_of
 from contracts.errors import ConfigError
@@ -40,34 +38,10 @@ from triplane_dagster.overdue import overdue_messages, overdue_sensors
 from triplane_dagster.targets import begin_target
 
 
-class Hook:
-    """A web server that keeps what is posted to it and answers with `status`."""
-
-    def __init__(self) -> None:
-        self.posted: list[dict[str, Any]] = []
-        self.status = 200
-        hook = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                hook.posted.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-                self.send_response(hook.status)
-                self.end_headers()
-
-            def log_message(self, format: str, *args: Any) -> None:
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}/secret"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
-
-
 @pytest.fixture
 def hook() -> Iterator[Hook]:
-    made = Hook()
-    yield made
-    made.server.shutdown()
-    made.server.server_close()
+    with listening() as made:
+        yield made
 
 
 @pytest.fixture
