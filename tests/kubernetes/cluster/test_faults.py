@@ -2,6 +2,7 @@
 
 TRIPLANE_TEST_FAULTS=20     number of faults, one in each iteration
 TRIPLANE_TEST_SEED=0        which ones
+TRIPLANE_TEST_LOCAL=FOLDER  keeps the local run, for more faults in a namespace that is kept, too
 """
 
 from __future__ import annotations
@@ -32,15 +33,19 @@ def test_random_faults_lose_seconds_and_nothing_else(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dice = random.Random(SEED)
-    kinds = [kind for _ in range(COUNT // len(FAULTS) + 1) for kind in dice.sample(sorted(FAULTS), len(FAULTS))][:COUNT]
+    possible = sorted(kind for kind in FAULTS if world.steps_are_pods or not kind.endswith(" step"))
+    kinds = [kind for _ in range(COUNT // len(possible) + 1) for kind in dice.sample(possible, len(possible))][:COUNT]
     world.iterate("tiny", 1)
     undisturbed = _seconds(world, lambda: None)
     table: list[tuple[str, str, float]] = []
-    for kind in kinds:
+    for number, kind in enumerate(kinds):
+        if number and number % 8 == 0:  # the machine may be shared, and the history grows
+            undisturbed = _seconds(world, lambda: None)
+            print(f"undisturbed {undisturbed:.0f} s", flush=True)
         hit: list[str] = []
 
-        def strike(kind: str = kind, hit: list[str] = hit) -> None:
-            time.sleep(dice.uniform(0, 0.8 * undisturbed))
+        def strike(kind: str = kind, hit: list[str] = hit, span: float = 0.8 * undisturbed) -> None:
+            time.sleep(dice.uniform(0, span))
             found = world.wait(kind, lambda: FAULTS[kind](world, dice), 120)
             hit.append(found)
 
@@ -49,8 +54,9 @@ def test_random_faults_lose_seconds_and_nothing_else(
         print(f"{kind}: {hit[0]}; {seconds - undisturbed:+.0f} s", flush=True)
     for variable, value in world.store.items():
         monkeypatch.setenv(variable, value)
-    local = Laboratory(tmp_path / "local", TINY)
-    local.iterate(world.made("tiny"))
+    local = Laboratory(Path(os.environ.get("TRIPLANE_TEST_LOCAL") or tmp_path / "local"), TINY)
+    if missing := world.made("tiny") - len(local.digests("checkpoint")["checkpoint"]):
+        local.iterate(missing)
     remote = Laboratory(tmp_path / "remote", TINY, environment=world.store)
     assert remote.digests(*KINDS) == local.digests(*KINDS)
     _require_nothing_left(world)

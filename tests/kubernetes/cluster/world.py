@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from tests.deploy.render_chart import merged, render
+from tests.deploy.render_chart import CHART, merged, render
 from tests.kubernetes.cluster.support import BUCKETS, KEYS, experiments, postgres_command, s3_server, secret
 from tests.webserver import LAUNCH, ask
 
@@ -74,6 +74,12 @@ class World:
     def keeper(self) -> str:
         """Node of the servers whose data would be lost with their pod; the others may be drained."""
         return str(json.loads(self.kubectl("get", "nodes", "--output", "json"))["items"][0]["metadata"]["name"])
+
+    @property
+    def steps_are_pods(self) -> bool:
+        """Whether each step of a run has a pod of its own."""
+        values = merged(yaml.safe_load((CHART / "values.yaml").read_text()), self.values)
+        return bool(values["runs"]["executor"] == "k8s")
 
     @property
     def environment(self) -> dict[str, str]:
