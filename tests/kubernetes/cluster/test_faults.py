@@ -67,9 +67,7 @@ def test_random_faults_lose_seconds_and_nothing_else(
     assert remote.digests(*KINDS) == local.digests(*KINDS)
     _require_nothing_left(world)
     lost = [seconds for _, _, seconds in table]
-    print(
-        f"{COUNT} faults, seed {SEED}; seconds lost: median {median(lost):.0f}, mean {mean(lost):.0f}, most {max(lost):.0f}"
-    )
+    print(f"{COUNT} faults; seconds lost: median {median(lost):.0f}, mean {mean(lost):.0f}, most {max(lost):.0f}")
 
 
 def _seconds(world: World, strike: Callable[[], None]) -> float:
