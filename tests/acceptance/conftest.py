@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 from pathlib import Path
 
 import pytest
 
 from tests.acceptance.laboratory import ROOT, Laboratory
+from tests.once import one_at_a_time, shared_folder
 
 SMALLER = (
     "name=laboratory",
@@ -30,11 +30,9 @@ def learned(tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
     """Minutes to make, so that all processes of a run of pytest share it. $TRIPLANE_LABORATORY names a folder to keep
     it in, and to find it in again.
     """
-    kept, base = os.environ.get("TRIPLANE_LABORATORY"), tmp_path_factory.getbasetemp()
-    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-    folder = Path(kept) if kept else shared / "laboratory"
+    kept = os.environ.get("TRIPLANE_LABORATORY")
+    folder = Path(kept) if kept else shared_folder(tmp_path_factory) / "laboratory"
     laboratory = Laboratory(folder, ROOT / "experiments" / "quickstart.yaml", SMALLER)
-    with folder.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with one_at_a_time(folder):
         laboratory.run("demo", *laboratory.settings, "--set", "iterations=5", "--json")
     return laboratory

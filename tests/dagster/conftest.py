@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from dagster_world import World, run_world
+from dagster_world import World, opened_world, run_world
 
 from resources.experiment import Experiment, load_experiment
+from tests.once import made_once
 
 TINY = Path(__file__).parent / "tiny.yaml"
+ITERATIONS = 2
 
 
 @pytest.fixture(scope="session")
@@ -20,15 +22,25 @@ def tiny() -> Experiment:
 
 
 @pytest.fixture(scope="session")
-def ran(tiny: Experiment, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    """The tiny experiment after two iterations."""
-    folder = tmp_path_factory.mktemp("ran")
-    for world in run_world(tiny, 2, folder):
-        shutil.copytree(folder / "store", folder / "untouched")
-        yield world
+def untouched_world(tiny: Experiment, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Store and Dagster instance after two iterations of the tiny experiment, to copy."""
+
+    def run(folder: Path) -> None:
+        for world in run_world(tiny, ITERATIONS, folder):
+            assert world.made == [f"{number:04d}" for number in range(ITERATIONS)]
+
+    return made_once(tmp_path_factory, "untouched-world", run)
 
 
 @pytest.fixture(scope="session")
-def untouched(ran: World) -> Path:
-    """A copy of the store of `ran`, to copy again, without what tests have added to it."""
-    return Path(ran.store.url).parent / "untouched"
+def ran(tiny: Experiment, untouched_world: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    """The tiny experiment after two iterations."""
+    folder = tmp_path_factory.mktemp("ran")
+    shutil.copytree(untouched_world, folder, dirs_exist_ok=True)
+    yield from opened_world(tiny, [f"{number:04d}" for number in range(ITERATIONS)], folder)
+
+
+@pytest.fixture(scope="session")
+def untouched(untouched_world: Path) -> Path:
+    """The store of `ran`, to copy, without what tests have added to it."""
+    return untouched_world / "store"

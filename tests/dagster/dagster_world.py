@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,8 +28,20 @@ class World:
 def run_world(experiment: Experiment, count: int, folder: Path) -> Iterator[World]:
     """Run `count` iterations in a fresh store and a fresh instance below `folder`."""
     (folder / "dagster").mkdir()
+    with _environment(folder) as instance:
+        made = run_iterations(experiment, count, instance)
+        yield World(experiment, open_store(), instance, made)
+
+
+def opened_world(experiment: Experiment, made: list[str], folder: Path) -> Iterator[World]:
+    """The world below `folder`, in which the iterations `made` were run."""
+    with _environment(folder) as instance:
+        yield World(experiment, open_store(), instance, made)
+
+
+@contextmanager
+def _environment(folder: Path) -> Iterator[dg.DagsterInstance]:
     with pytest.MonkeyPatch.context() as patch, dg.DagsterInstance.local_temp(str(folder / "dagster")) as instance:
         patch.setenv("TRIPLANE_STORE", str(folder / "store"))
         patch.setenv("OMP_NUM_THREADS", "1")
-        made = run_iterations(experiment, count, instance)
-        yield World(experiment, open_store(), instance, made)
+        yield instance

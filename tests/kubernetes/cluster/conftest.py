@@ -14,7 +14,10 @@ from tests.kubernetes.cluster.world import World
 
 IMAGE = "TRIPLANE_TEST_IMAGE"
 """Image of Triplane that the cluster has, with moto and Debian's PostgreSQL, as NAME:VERSION."""
+EXECUTOR = "TRIPLANE_TEST_EXECUTOR"
+"""Executor of the release's runs; default: that of the chart."""
 EXPERIMENTS = Path(__file__).with_name("experiments")
+QUICKSTART = Path(__file__).parents[3] / "experiments" / "quickstart.yaml"
 TINY = EXPERIMENTS / "tiny.yaml"
 
 
@@ -23,9 +26,11 @@ def world() -> Iterator[World]:
     if not os.environ.get("KUBECONFIG") or not os.environ.get(IMAGE) or shutil.which("kubectl") is None:
         pytest.skip(f"needs kubectl, $KUBECONFIG and ${IMAGE}: see docs/kubernetes.md")
     kept = os.environ.get("TRIPLANE_TEST_NAMESPACE")
-    made = World(kept or f"triplane-{secrets.token_hex(3)}", os.environ[IMAGE])
+    executor = os.environ.get(EXECUTOR)
+    values = {"runs": {"executor": executor}} if executor else {}
+    made = World(kept or f"triplane-{secrets.token_hex(3)}", os.environ[IMAGE], values)
     if kept is None or "not found" in made.kubectl("get", "namespace", kept, check=False):
-        made.create(sorted(EXPERIMENTS.glob("*.yaml")))
+        made.create([*sorted(EXPERIMENTS.glob("*.yaml")), QUICKSTART])
     yield made
     if kept is None:
         made.delete()

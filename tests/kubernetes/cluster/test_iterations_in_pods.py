@@ -8,23 +8,24 @@ import pytest
 
 from tests.acceptance.laboratory import Laboratory
 from tests.acceptance.test_iterations_are_exact import KINDS
-from tests.kubernetes.cluster.conftest import TINY
+from tests.kubernetes.cluster.conftest import QUICKSTART, TINY
 from tests.kubernetes.cluster.world import World
 
 pytestmark = [pytest.mark.kubernetes, pytest.mark.timeout(3600)]
 ITERATIONS = 2
 
 
+@pytest.mark.parametrize("file", [TINY, QUICKSTART], ids=lambda file: file.stem)
 def test_two_iterations_of_the_ui_have_the_digests_of_a_local_run(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    file: Path, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world.train("tiny", ITERATIONS)
+    world.train(file.stem, ITERATIONS)
     for name, value in world.store.items():
         monkeypatch.setenv(name, value)
-    remote = Laboratory(tmp_path / "remote", TINY, environment=world.store)
+    remote = Laboratory(tmp_path / "remote", file, environment=world.store)
 
-    world.finish("tiny", ITERATIONS)
-    local = Laboratory(tmp_path / "local", TINY)
+    world.finish(file.stem, ITERATIONS)
+    local = Laboratory(tmp_path / "local", file)
     local.iterate(ITERATIONS)
     assert remote.digests(*KINDS) == local.digests(*KINDS)
     assert not world.get("jobs", "triplane/job-key"), "trainer Jobs are deleted when their logs are kept"

@@ -7,13 +7,15 @@ import pwd
 import subprocess
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
 import yaml
 
-from tests.deploy.render_chart import merged, render
+from tests.deploy.render_chart import CHART, merged, render
 from tests.kubernetes.cluster.support import BUCKETS, KEYS, experiments, postgres_command, s3_server, secret
 from tests.webserver import LAUNCH, ask
 
@@ -74,6 +76,12 @@ class World:
     def keeper(self) -> str:
         """Node of the servers whose data would be lost with their pod; the others may be drained."""
         return str(json.loads(self.kubectl("get", "nodes", "--output", "json"))["items"][0]["metadata"]["name"])
+
+    @property
+    def steps_are_pods(self) -> bool:
+        """Whether each step of a run has a pod of its own."""
+        values = merged(yaml.safe_load((CHART / "values.yaml").read_text()), self.values)
+        return bool(values["runs"]["executor"] == "k8s")
 
     @property
     def environment(self) -> dict[str, str]:
@@ -189,12 +197,13 @@ class World:
         )
 
     def wait(self, what: str, done: Callable[[], Any], patience_s: float = PATIENCE_S) -> Any:
-        """Wait until `done` returns something true, and return it."""
+        """Wait until `done` returns something true, and return it. The web server may be away meanwhile."""
         deadline = time.monotonic() + patience_s
         while time.monotonic() < deadline:
-            found = done()
-            if found:
-                return found
+            with suppress(httpx.TransportError):
+                found = done()
+                if found:
+                    return found
             time.sleep(1)
         raise AssertionError(f"{what}: not after {patience_s:g} s\n{self.why()}")
 
