@@ -185,7 +185,7 @@ int main(int count, char **arguments)
             settings.system[settings.system_count++] = strdup(optarg);
             break;
         case PACKAGES:
-            if (strlen(optarg) >= PATH_SIZE || settings.packages_count == MOST_SYSTEM)
+            if (strlen(optarg) >= PATH_SIZE || settings.packages_count == MOST_PACKAGES)
                 return 2;
             settings.packages[settings.packages_count++] = strdup(optarg);
             break;

@@ -25,6 +25,7 @@
 #define MAX_NAME 96
 #define PATH_SIZE 1024
 #define MOST_SYSTEM 32
+#define MOST_PACKAGES 256
 #define CAPACITY 16384
 #define PROXY_PORT 3128 /* envd/backends/namespaces/proxied.py has it too */
 
@@ -87,7 +88,7 @@ struct settings {
     bool reuses;        /* berths are used again */
     const char *system[MOST_SYSTEM]; /* directories that sandboxes see, by their paths */
     size_t system_count;
-    const char *packages[MOST_SYSTEM]; /* directories of the host's packages; a runtime takes the place of the first and hides the others */
+    const char *packages[MOST_PACKAGES]; /* directories of the host's packages; a runtime takes the place of the first and hides the others */
     size_t packages_count;
 };
 

@@ -321,6 +321,8 @@ def test_agent_sees_the_packages_and_can_change_none(runtime: Artifact, store: S
         "python -m pytest -q -p no:cacheprovider tests 2>&1 | tail -3;"
         " python -c 'import sums, watcher; print(sums.__file__)'",
         'for name in click jinja2 attr numpy pip setuptools; do python -c "import $name" 2>&1 | tail -1; done',
+        "find /usr $(python -c 'import sys; print(sys.prefix, sys.base_prefix)') \\( -path '*/jinja2/__init__.py' -o"
+        " -path '*/click/core.py' -o -path '*/attr/_make.py' \\) 2>/dev/null | wc -l",
         f"touch {place}/x; echo 0 > {place}/__init__.py; rm -r {place}; chmod 777 {place}; mount -o remount,rw {place};"
         f" umount -l {place}; mv {place} /tmp/; python -c 'import onemore; print(onemore.more(1))'",
     )
@@ -330,11 +332,12 @@ def test_agent_sees_the_packages_and_can_change_none(runtime: Artifact, store: S
         template = await client.put_template(task.files | task.hidden_files)
         variables = task.environment.variables(task.files)
         async with await client.create(template, runtime=digest, env=variables) as sandbox:
-            return [(await sandbox.call(ToolCall("exec", {"command": each}))).text for each in commands]
+            return [(await sandbox.call(ToolCall("exec", {"command": each}), timeout_s=60)).text for each in commands]
 
-    tests, imports, changes = connected(address, job)
+    tests, imports, copies, changes = connected(address, job)
     assert "/workspace/src/sums/__init__.py" in tests and "1 failed" in tests, tests
     assert imports.count("No module named") == 6, imports
+    assert copies.startswith("0\n"), copies
     assert "2\n" in changes and changes.count("Read-only file system") >= 4, changes
 
 
