@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 OTHER_PYTEST = "99.0"
-_LEXER = re.compile(r"^pygments/lexers/(?!__init__|_mapping|python|diff|special)")
+_LEXER = re.compile(r"^pygments/(lexers|styles|formatters)/(?!__init__|_mapping|python|diff|special|default|terminal)")
 
 
 def write_wheel(
@@ -44,7 +44,7 @@ def write_wheel(
 def pytest_wheels(folder: Path, *, other: bool = False) -> None:
     """Write wheels of the pytest that is installed here. other: call its version OTHER_PYTEST.
 
-    Of pygments' lexers it is those that pytest uses, since all of them take seconds to compile.
+    Of pygments it is what pytest uses, since all of it takes seconds to compile.
     """
     for name in ("pytest", "pluggy", "iniconfig", "packaging", "pygments"):
         found = metadata.distribution(name)

@@ -22,7 +22,8 @@ from envd.errors import RuntimeMissing, TemplateError, Unsupported
 
 MOST_BYTES = 1 << 30
 """Largest tar, in bytes."""
-_MOST, _MOST_FILES = 64, 200_000
+_MOST_DRAFTS, _MOST_FILES = 4, 200_000
+"""Number of unfinished uploads besides the current one, and of files of a runtime."""
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _PYTEST = ("pytest", "pluggy", "iniconfig", "packaging", "pygments")
 """Packages that a process with pytest has imported."""
@@ -34,8 +35,9 @@ _COMPILE_S = 600.0
 class Runtimes:
     """Stores each runtime once. The least recently used that no sandbox uses make room for others."""
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    def __init__(self, directory: Path, most: int = 64) -> None:
+        """most: number of runtimes that are kept, besides those in use."""
+        self._directory, self._most = directory, most
         self._ready: OrderedDict[str, bool] = OrderedDict()
         """By digest, whether its pytest is that of this process."""
         self._held: Counter[str] = Counter()
@@ -55,7 +57,11 @@ class Runtimes:
             if digest in self._ready:
                 self._ready.move_to_end(digest)
                 return size
-            return await asyncio.to_thread(self._take, digest, size, offset, data)
+            received, ours = await asyncio.to_thread(self._take, digest, size, offset, data)
+            if ours is not None:
+                self._ready[digest] = ours
+                await asyncio.to_thread(self._remove, self._evicted())
+            return received
 
     def require(self, digest: str, backend: Backend) -> str:
         """Return the digest if the server has this runtime and the backend can show it, or if it is empty.
@@ -95,20 +101,23 @@ class Runtimes:
         if self._held[digest] <= 0:
             del self._held[digest]
 
-    def _take(self, digest: str, size: int, offset: int, data: bytes) -> int:
-        draft = self._directory / f".{digest}.tar"
+    def _take(self, digest: str, size: int, offset: int, data: bytes) -> tuple[int, bool | None]:
+        """Bytes received so far; after the last piece also whether the runtime's pytest is ours."""
+        draft, ours = self._directory / f".{digest}.tar", None
         try:
+            others = [each for each in self._directory.glob(".*.tar") if each != draft]
+            for abandoned in sorted(others, key=lambda each: each.stat().st_mtime)[:-_MOST_DRAFTS]:
+                abandoned.unlink()
             with draft.open("ab") as file:
                 received = file.tell()
                 if offset == received and received + len(data) <= size:
                     received += file.write(data)
             if received >= size:
-                self._ready[digest] = self._store(digest, draft)
-                self._make_room()
+                ours = self._store(digest, draft)
         except OSError as error:
             draft.unlink(missing_ok=True)
             raise TemplateError(f"runtime {digest[:12]} can't be stored: {describe(error)}") from error
-        return received
+        return received, ours
 
     def _store(self, digest: str, tar: Path) -> bool:
         """Unpack and compile a runtime under a name of its own, then rename, so that no sandbox sees a partial one."""
@@ -125,10 +134,16 @@ class Runtimes:
             tar.unlink(missing_ok=True)
         return _has_our_pytest(self._directory / digest)
 
-    def _make_room(self) -> None:
+    def _evicted(self) -> list[str]:
+        """Take unused runtimes off the list until it is short enough, and return them."""
         unused = [each for each in self._ready if each not in self._held]
-        for digest in unused[: max(0, len(self._ready) - _MOST)]:
+        gone = unused[: max(0, len(self._ready) - self._most)]
+        for digest in gone:
             del self._ready[digest]
+        return gone
+
+    def _remove(self, digests: list[str]) -> None:
+        for digest in digests:
             gone = self._directory / f".{digest}.{secrets.token_hex(4)}"
             with suppress(OSError):
                 (self._directory / digest).rename(gone)

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import hashlib
+import io
 import json
 import os
 import subprocess
@@ -28,8 +29,9 @@ from curation.verify import Verdict, Verifier
 from envd.client import Limits, SandboxClient
 from envd.errors import RuntimeMissing, TemplateError, Unsupported
 from envd.local import LocalEnvd
+from envd.server.runtimes import Runtimes
 from envd.types import ToolCall
-from tests.wheels import OTHER_PYTEST, pytest_wheels, write_wheel
+from tests.wheels import pytest_wheels, write_wheel
 
 T = TypeVar("T")
 PROJECT = """
@@ -69,6 +71,10 @@ def test_sees_its_packages_alone(watched):
 def test_judge_is_another_user():
     judge = next(line for line in Path("/proc/1/status").read_text().splitlines() if line.startswith("Uid"))
     assert judge.split()[1] == "1" or Path("/proc/self/uid_map").read_text().split()[1] != "231072"
+
+
+def test_interpreter_is_fresh():
+    assert sys.flags.safe_path and metadata.version("pytest") == "99.0"
 """
 TESTS = tuple(f"tests/test_hidden.py::{name}" for name in ("test_adds", "test_sees_its_packages_alone"))
 
@@ -295,10 +301,14 @@ def test_verdict_sees_the_packages_of_the_task_alone(
     task = make_task(runtime)
     solved = grade(task, task.reference_diff, store, address)
     assert solved.solved and not solved.findings, solved
+    judged = [f"tests/test_hidden.py::{name}" for name in ("test_judge_is_another_user", "test_interpreter_is_fresh")]
+    judge = dataclasses.replace(task, tests=tuple(judged))
+    fresh = "passed" if which == "other_runtime" else "failed"
+    assert [each.status for each in grade(judge, task.reference_diff, store, address).tests] == ["passed", fresh]
+    if which == "other_runtime":
+        return  # the rest is as with the other one
     wrong = grade(task, b"", store, address)
     assert [each.status for each in wrong.tests] == ["failed", "passed"]
-    users = dataclasses.replace(task, tests=("tests/test_hidden.py::test_judge_is_another_user",))
-    assert grade(users, task.reference_diff, store, address).solved
     bare = dataclasses.replace(task, environment=Environment())
     assert {each.status for each in grade(bare, task.reference_diff, store, address).tests} == {"error"}
 
@@ -335,7 +345,7 @@ def test_agent_sees_the_packages_and_can_change_none(runtime: Artifact, store: S
             return [(await sandbox.call(ToolCall("exec", {"command": each}), timeout_s=60)).text for each in commands]
 
     tests, imports, copies, changes = connected(address, job)
-    assert "/workspace/src/sums/__init__.py" in tests and "1 failed" in tests, tests
+    assert "/workspace/src/sums/__init__.py" in tests and "2 failed, 2 passed" in tests, tests
     assert imports.count("No module named") == 6, imports
     assert copies.startswith("0\n"), copies
     assert "2\n" in changes and changes.count("Read-only file system") >= 4, changes
@@ -421,29 +431,43 @@ def test_interrupted_upload_goes_on_and_wrong_archives_are_refused(
     connected(address, job)
 
 
-def test_backend_that_shows_the_hosts_packages_refuses(runtime: Artifact) -> None:
+def test_backend_that_shows_the_hosts_packages_refuses(tmp_path: Path) -> None:
+    (tmp_path / "x.tar").write_bytes(b"\0" * 10240)  # an empty tar
+    digest = hashlib.sha256(b"\0" * 10240).hexdigest()
     with LocalEnvd("plain") as envd:
 
         async def job(client: SandboxClient) -> None:
-            await client.put_runtime(runtime.meta["digest"], runtime.path(ARCHIVE))
+            await client.put_runtime(digest, tmp_path / "x.tar")
             template = await client.put_template(TREE)
             with pytest.raises(Unsupported, match="plain backend can't show a task's own packages"):
-                await client.create(template, runtime=runtime.meta["digest"])
+                await client.create(template, runtime=digest)
             with pytest.raises(Unsupported, match="plain backend"):
-                await client.verify(template, b"", {}, ["x"], runtime=runtime.meta["digest"])
+                await client.verify(template, b"", {}, ["x"], runtime=digest)
 
         connected(envd.address, job)
-
-
-def test_other_pytest_runs_in_a_fresh_interpreter(other_runtime: Artifact, store: Store, address: str) -> None:
-    version = "import sys\nfrom importlib import metadata\n\n\ndef test_adds():\n"
-    version += f"    assert sys.flags.safe_path and metadata.version('pytest') == {OTHER_PYTEST!r}\n"
-    task = dataclasses.replace(
-        make_task(other_runtime), hidden_files={"tests/test_hidden.py": version.encode()}, tests=TESTS[:1]
-    )
-    assert grade(task, b"", store, address).solved
 
 
 def test_lock_survives_json(wheelhouse: Path) -> None:
     lock = resolve(TREE, wheelhouse=wheelhouse)
     assert Lock.model_validate_json(lock.model_dump_json()).key == lock.key
+
+
+def test_server_drops_the_runtime_that_was_not_used_for_longest(tmp_path: Path) -> None:
+    kept = Runtimes(tmp_path, most=2)
+    tars = []
+    for number in range(4):
+        data = io.BytesIO()
+        with tarfile.open(fileobj=data, mode="w") as archive:
+            archive.addfile(tarfile.TarInfo(f"m{number}.py"))
+        tars.append(data.getvalue())
+    names = [hashlib.sha256(each).hexdigest() for each in tars]
+
+    async def run() -> None:
+        for number, (name, tar) in enumerate(zip(names, tars, strict=True)):
+            assert await kept.put(name, len(tar), 0, tar) == len(tar)
+            if number == 0:
+                kept.hold(name)  # a sandbox uses it
+        assert sorted(path.name for path in tmp_path.iterdir()) == sorted([names[0], names[3]])
+        kept.release(names[0])
+
+    asyncio.run(run())
