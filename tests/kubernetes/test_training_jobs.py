@@ -70,6 +70,7 @@ def two_ranks(world: World, name: str, **config: object) -> SftJob:
 SHARDED = [pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp2", "deepspeed")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["torch", *SHARDED])
 def test_two_pods_train_the_checkpoint_of_two_local_ranks(world: World, cluster: Cluster, backend: str) -> None:
     here, job = (two_ranks(world, name).model_copy(update={"backend": backend}) for name in ("here", "pods"))
