@@ -28,6 +28,8 @@ RETRIED_TAG = "dagster/will_retry"
 """Set by Dagster on a failed run that `run_retries` launches again."""
 NO_RECEIVER = dg.SkipReason(f"neither {VARIABLE} nor {EMAIL_VARIABLE} is set")
 _MAX_TEXT = 2000
+_UNSAID = "This run has been marked as failed from outside the execution context."
+"""Dagster's message if it gives none: the event before it tells why."""
 
 
 @dg.run_failure_sensor(
@@ -105,7 +107,7 @@ def message(context: dg.RunFailureSensorContext) -> dict[str, Any]:
     run = context.dagster_run
     errors = [event.step_failure_data.error for event in context.get_step_failure_events()]
     causes = [(error.cause or error).message for error in errors if error is not None]
-    error = " ".join((causes[0] if causes else context.failure_event.message or "").split())[:_MAX_TEXT]
+    error = " ".join((causes[0] if causes else _end_of(context)).split())[:_MAX_TEXT]
     partition = run.tags.get("dagster/partition")
     return {
         "text": f"{run.job_name}{f' {partition}' if partition else ''} failed: {error}",
@@ -115,3 +117,16 @@ def message(context: dg.RunFailureSensorContext) -> dict[str, Any]:
         "run_id": run.run_id,
         "error": error,
     }
+
+
+def _end_of(context: dg.RunFailureSensorContext) -> str:
+    """Why a run ended without an error of a step, e.g. that its process was killed."""
+    types = {dg.DagsterEventType.ENGINE_EVENT, dg.DagsterEventType.RUN_FAILURE}
+    said = ""
+    for entry in context.instance.all_logs(context.dagster_run.run_id, of_type=types):
+        event = entry.get_dagster_event()
+        if event.event_type is dg.DagsterEventType.RUN_FAILURE:
+            break
+        said = event.message or said
+    told = context.failure_event.message or ""
+    return said if said and told in ("", _UNSAID) else told

@@ -87,6 +87,27 @@ def test_a_run_that_is_launched_again_alerts_nobody(
     assert alert_on_failure(failed) is None and len(hook.posted) == 1
 
 
+@pytest.mark.parametrize("why", [None, "No heartbeat."])
+def test_a_run_whose_process_died_is_posted_with_the_cause(
+    why: str | None, hook: Hook, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @dg.job(name="tiny_iteration")
+    def job() -> None:
+        pass
+
+    monkeypatch.setenv(VARIABLE, hook.url)
+    with dg.DagsterInstance.ephemeral(str(tmp_path)) as instance:
+        run = instance.create_run_for_job(job, status=dg.DagsterRunStatus.STARTED)
+        for said in ("Executing steps in process", "Run execution process was terminated by signal 9 (SIGKILL)."):
+            instance.report_engine_event(said, run)
+        event = instance.report_run_failed(run, why)
+        instance.report_engine_event("a sensor acted", run)
+        context = dg.build_run_status_sensor_context(alert_on_failure.name, event, instance, run)
+        alert_on_failure(context.for_run_failure())
+    expected = why or "Run execution process was terminated by signal 9 (SIGKILL)."
+    assert hook.posted[0]["text"] == f"tiny_iteration failed: {expected}"
+
+
 class Mails(Message):
     """What a mail server was given."""
 
