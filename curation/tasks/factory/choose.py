@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 from rensa import RMinHash
 
@@ -13,6 +14,7 @@ from curation.tasks.factory.functions import Function
 from curation.tasks.factory.screen import Screened
 from curation.tasks.factory.strategies import Candidate, changed_text, normalized
 
+T = TypeVar("T")
 SIMILAR = 0.9
 """Jaccard similarity of two edits of a function above which they count as the same."""
 SAME_FAILURES = 4
@@ -70,19 +72,17 @@ def distinct(screened: Iterable[Screened], functions: Mapping[str, Function]) ->
     return kept, dict(sorted(reasons.items()))
 
 
-def in_turns(screened: Sequence[Screened]) -> Iterator[Screened]:
-    """Bugs in the order in which they are proved: functions take turns, and within a function its operators."""
-    groups: dict[str, dict[str, list[Screened]]] = defaultdict(lambda: defaultdict(list))
-    for each in screened:
-        groups[each.candidate.function][each.candidate.operator].append(each)
-    queues = {name: list(_alternating(groups[name])) for name in sorted(groups, key=digest_of)}
-    yield from _alternating(queues)
-
-
-def _alternating(queues: Mapping[str, list[Screened]]) -> Iterator[Screened]:
-    most = max(map(len, queues.values()), default=0)
-    for number in range(most):
-        yield from (queue[number] for queue in queues.values() if number < len(queue))
+def in_turns(items: Sequence[T], *keys: Callable[[T], str]) -> Iterator[T]:
+    """Items in an order in which the groups of the first key take turns, and in each group those of the next key."""
+    if not keys:
+        yield from items
+        return
+    groups: dict[str, list[T]] = defaultdict(list)
+    for each in items:
+        groups[keys[0](each)].append(each)
+    queues = [list(in_turns(groups[name], *keys[1:])) for name in sorted(groups, key=digest_of)]
+    for number in range(max(map(len, queues), default=0)):
+        yield from (queue[number] for queue in queues if number < len(queue))
 
 
 def _print(function: Function, candidate: Candidate) -> RMinHash:

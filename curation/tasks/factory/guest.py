@@ -16,7 +16,7 @@ from contracts.tasks import files_digest
 from curation.errors import TaskError
 from curation.tasks.factory.functions import is_test_file
 from curation.tasks.importing.trees import LEFT_OUT, Tree
-from envd.client import Limits, SandboxClient, ToolCall
+from envd.client import Limits, SandboxClient, SandboxGone, ToolCall
 
 PROGRAM = Path(__file__).with_name("inside.py").read_text()
 _DIRECTORY = ".triplane-factory"
@@ -62,6 +62,8 @@ class Guest:
                     raise
                 except TriplaneError as error:
                     self._template, fault = None, error
+            if isinstance(fault, SandboxGone):
+                raise TaskError(f"the tests end the sandbox that they run in ({fault}): find the one that kills others")
             raise InfraFault(f"{fault}: check the envd server, then run the same command again") from fault
 
     async def _once(self, spec: dict[str, Any], timeout_s: float, env: dict[str, str]) -> dict[str, Any]:

@@ -235,8 +235,8 @@ def _child(job: Callable[..., None], path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (used + _MEMORY, used + _MEMORY))
         out = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         nothing = os.open(os.devnull, os.O_RDWR)
-        for number in range(3):
-            os.dup2(nothing, number)
+        for standard in range(3):
+            os.dup2(nothing, standard)
         owner = os.getpid()
 
         def write(*record: Any) -> None:
@@ -314,7 +314,7 @@ def _overlay(candidate: dict[str, Any]) -> None:
     def get_data(self: SourceFileLoader, path: str) -> bytes:
         return changed[path] if path in changed else plain(self, path)
 
-    SourceFileLoader.get_data = get_data  # type: ignore[method-assign]
+    setattr(SourceFileLoader, "get_data", get_data)  # noqa: B010 - a plain assignment has the wrong type
 
 
 def _compiled(candidate: dict[str, Any], old: types.CodeType) -> types.CodeType:
@@ -328,8 +328,13 @@ def _compiled(candidate: dict[str, Any], old: types.CodeType) -> types.CodeType:
     flags = old.co_flags & 0xFFE0000  # of __future__ imports
     code = compile("".join(head) + text + "\n", old.co_filename, "exec", flags=flags, dont_inherit=True)
     for each in (*classes, name):
-        code = next(part for part in code.co_consts if isinstance(part, types.CodeType) and part.co_name == each)
+        code = _nested(code, each)
     return code.replace(co_firstlineno=old.co_firstlineno)
+
+
+def _nested(code: types.CodeType, name: str) -> types.CodeType:
+    """Code of the class or function of this name that `code` defines."""
+    return next(part for part in code.co_consts if isinstance(part, types.CodeType) and part.co_name == name)
 
 
 def _write_lines(data: Any, write: Callable[..., None]) -> None:
@@ -348,8 +353,8 @@ def _write_lines(data: Any, write: Callable[..., None]) -> None:
 def _place(item: Any) -> list[Any]:
     """File and first line, from 1, of the function that defines a test; empty if it has none."""
     function = getattr(item, "obj", None)
-    while hasattr(function, "__wrapped__"):
-        function = function.__wrapped__
+    while (wrapped := getattr(function, "__wrapped__", None)) is not None:
+        function = wrapped
     code = getattr(getattr(function, "__func__", function), "__code__", None)
     if code is None or not code.co_filename.startswith(f"{ROOT}/"):
         return ["", 0]

@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -141,14 +142,9 @@ def covered_functions(repository: Repository, baseline: Baseline) -> list[Functi
 
 
 def draw(candidates: Sequence[Candidate], config: MakeConfig) -> list[Candidate]:
-    """Candidates worth screening: functions take turns until there are enough for the tasks wanted."""
-    groups: dict[str, list[Candidate]] = {}
-    for each in candidates:
-        groups.setdefault(each.function, []).append(each)
-    most = math.ceil(_SPARE * config.count)
-    turns = max(map(len, groups.values()), default=0)
-    order = sorted(groups, key=lambda name: digest_of([config.seed, name]))
-    return [groups[name][n] for n in range(turns) for name in order if n < len(groups[name])][:most]
+    """Candidates worth screening: files and functions take turns until there are enough for the tasks wanted."""
+    order = in_turns(candidates, lambda each: each.path, lambda each: each.function)
+    return list(islice(order, math.ceil(_SPARE * config.count)))
 
 
 class _Factory:
@@ -201,7 +197,14 @@ class _Factory:
         return found
 
     async def _prove(self, screened: Sequence[Screened], count: int, progress: _Progress) -> None:
-        queue = list(in_turns(screened))
+        queue = list(
+            in_turns(
+                screened,
+                lambda each: each.candidate.path,
+                lambda each: each.candidate.function,
+                lambda each: each.candidate.operator,
+            )
+        )
         while queue and len(progress.accepted) < count:
             batch: list[Screened] = []
             while queue and len(batch) < min(_BATCH, count - len(progress.accepted)):
