@@ -326,7 +326,7 @@ def _compiled(candidate: dict[str, Any], old: types.CodeType) -> types.CodeType:
     if not classes and text[:1].isspace():
         head = ["if 1:\n"]
     flags = old.co_flags & 0xFFE0000  # of __future__ imports
-    code = compile("".join(head) + text + "\n", old.co_filename, "exec", flags=flags, dont_inherit=True)
+    code: types.CodeType = compile("".join(head) + text + "\n", old.co_filename, "exec", flags=flags, dont_inherit=True)
     for each in (*classes, name):
         code = _nested(code, each)
     return code.replace(co_firstlineno=old.co_firstlineno)
