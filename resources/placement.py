@@ -67,6 +67,9 @@ class TrainerPlacement(PodPlacement):
 
     gpu_resource: str = Field(default="nvidia.com/gpu", pattern=_LABEL)
     """Resource that counts `trainer.launcher.gpus`, such as nvidia.com/gpu or nvidia.com/mig-3g.40gb."""
+    workload: Literal["job", "jobset"] = "job"
+    """Kind of the object that holds the pods: a Job, or a JobSet (jobset.x-k8s.io/v1alpha2) where the cluster has its
+    controller and the deployment the right to make them."""
     queue: str | None = Field(default=None, pattern=_NAME)
     """Kueue's LocalQueue that admits all pods of a training together; null: the scheduler places each pod."""
     start_timeout_s: float = Field(default=600.0, gt=0)

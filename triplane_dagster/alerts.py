@@ -1,7 +1,10 @@
-"""Tell somebody about failed runs: one JSON message to a web hook and one e-mail each, as the environment says."""
+"""Tell somebody about failed runs and overdue nights: one JSON message to a web hook and one e-mail each, as the
+environment says.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
 import smtplib
 import ssl
@@ -23,7 +26,10 @@ TIMEOUT_S = 10.0
 """Time for the only attempt, in seconds: a sensor's tick must end within a minute."""
 RETRIED_TAG = "dagster/will_retry"
 """Set by Dagster on a failed run that `run_retries` launches again."""
+NO_RECEIVER = dg.SkipReason(f"neither {VARIABLE} nor {EMAIL_VARIABLE} is set")
 _MAX_TEXT = 2000
+_UNSAID = "This run has been marked as failed from outside the execution context."
+"""Dagster's message if it gives none: the event before it tells why."""
 
 
 @dg.run_failure_sensor(
@@ -33,29 +39,36 @@ _MAX_TEXT = 2000
     description=f"Tells of each failed run: JSON to the URL in ${VARIABLE}, an e-mail to ${EMAIL_VARIABLE}.",
 )
 def alert_on_failure(context: dg.RunFailureSensorContext) -> dg.SkipReason | None:
-    """Post and mail a failed run, unless Dagster launches it again. An error of a receiver is logged, without its URL,
-    which may hold a secret.
-    """
-    url, recipients = os.environ.get(VARIABLE), os.environ.get(EMAIL_VARIABLE)
-    if not url and not recipients:
-        return dg.SkipReason(f"neither {VARIABLE} nor {EMAIL_VARIABLE} is set")
+    """Post and mail a failed run, unless Dagster launches it again."""
+    if not has_receiver():
+        return NO_RECEIVER
     run = context.dagster_run
     if run.tags.get(RETRIED_TAG) == "true":
         return dg.SkipReason(f"the process of run {run.run_id} died; Dagster launches it again")
-    told = message(context)
+    tell(message(context), context.log)
+    return None
+
+
+def has_receiver() -> bool:
+    """Whether the environment names somebody to tell."""
+    return bool(os.environ.get(VARIABLE) or os.environ.get(EMAIL_VARIABLE))
+
+
+def tell(told: dict[str, Any], log: logging.Logger) -> None:
+    """Post and mail a message. An error of a receiver is logged, without its URL, which may hold a secret."""
+    url, recipients = os.environ.get(VARIABLE), os.environ.get(EMAIL_VARIABLE)
     if url:
         try:
             httpx.post(url, json=told, timeout=TIMEOUT_S).raise_for_status()
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             status = error.response.status_code if isinstance(error, httpx.HTTPStatusError) else type(error).__name__
-            context.log.warning(f"run {run.run_id} failed, and ${VARIABLE} did not take the message: {status}")
+            log.warning(f"{told['text']}, and ${VARIABLE} did not take this message: {status}")
     if recipients:
         try:
             send_email(recipients, told)
         except (OSError, smtplib.SMTPException, ValueError) as error:
             reason = f"{type(error).__name__} {getattr(error, 'smtp_code', '')}".strip()
-            context.log.warning(f"run {run.run_id} failed, and ${SMTP_VARIABLE} did not take the e-mail: {reason}")
-    return None
+            log.warning(f"{told['text']}, and ${SMTP_VARIABLE} did not take this e-mail: {reason}")
 
 
 def send_email(recipients: str, told: dict[str, Any]) -> None:
@@ -90,11 +103,11 @@ def send_email(recipients: str, told: dict[str, Any]) -> None:
 
 
 def message(context: dg.RunFailureSensorContext) -> dict[str, Any]:
-    """What is told, as a JSON object; `text` is what chat services show."""
+    """Description of a failed run, as a JSON object; `text` is what chat services show."""
     run = context.dagster_run
     errors = [event.step_failure_data.error for event in context.get_step_failure_events()]
     causes = [(error.cause or error).message for error in errors if error is not None]
-    error = " ".join((causes[0] if causes else context.failure_event.message or "").split())[:_MAX_TEXT]
+    error = " ".join((causes[0] if causes else _end_of(context)).split())[:_MAX_TEXT]
     partition = run.tags.get("dagster/partition")
     return {
         "text": f"{run.job_name}{f' {partition}' if partition else ''} failed: {error}",
@@ -104,3 +117,16 @@ def message(context: dg.RunFailureSensorContext) -> dict[str, Any]:
         "run_id": run.run_id,
         "error": error,
     }
+
+
+def _end_of(context: dg.RunFailureSensorContext) -> str:
+    """Why a run ended without an error of a step, e.g. that its process was killed."""
+    types = {dg.DagsterEventType.ENGINE_EVENT, dg.DagsterEventType.RUN_FAILURE}
+    said = ""
+    for entry in context.instance.all_logs(context.dagster_run.run_id, of_type=types):
+        event = entry.get_dagster_event()
+        if event.event_type is dg.DagsterEventType.RUN_FAILURE:
+            break
+        said = event.message or said
+    told = context.failure_event.message or ""
+    return said if said and told in ("", _UNSAID) else told

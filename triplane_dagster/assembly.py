@@ -25,6 +25,7 @@ from triplane_dagster.executors import step_executor
 from triplane_dagster.freshness import with_freshness
 from triplane_dagster.jobs import base_job, half_jobs, iteration_job, rollback_job
 from triplane_dagster.orphans import orphan_sensors
+from triplane_dagster.overdue import overdue_sensors
 from triplane_dagster.schedules import nightly
 from triplane_dagster.sensors import continue_sequence
 from triplane_dagster.training_job import train_job
@@ -122,6 +123,7 @@ def definitions_for(
                 for experiment, base, iteration, half in zip(experiments, bases, iterations, halves, strict=True)
             ),
             alert_on_failure,
+            *overdue_sensors(experiments),
             *orphan_sensors(experiments),
         ],
         resources={**resources_with(sink), **(resources or {})},

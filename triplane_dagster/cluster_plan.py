@@ -21,7 +21,7 @@ from contracts.store import Store
 from ops.graph import BASE_POLICY, CHECKPOINT, ROLLOUTS
 from ops.retries import steps_in_one_process
 from resources.experiment import Experiment
-from resources.kubernetes.manifests import Attempt, job_manifest, job_name, service_manifest
+from resources.kubernetes.manifests import Attempt, is_set, job_name, service_manifest, training_manifest
 from resources.kubernetes.settings import ENVIRONMENT, IMAGE, read_settings
 from resources.launch import Launch
 from triplane_dagster.assembly import definitions_for
@@ -188,8 +188,10 @@ def _trainer_objects(
     )
     namespace = launcher.job_namespace if launcher else os.environ.get(NAMESPACE_VARIABLE) or "default"
     attempt = Attempt(0, f"pipes/{key}/...", f"{_ID}0", {}, 29400)
-    job = job_manifest(launch, read_settings(), namespace, attempt)
+    job = training_manifest(launch, read_settings(), namespace, attempt)
     later = "" if step.key else ", whose key is known once its inputs are made"
     yield PlannedObject(f"trainer of {step.step}{later}", job)
+    if is_set(job):
+        return  # its controller makes the Service
     service = service_manifest({**job, "metadata": {**job["metadata"], "uid": f"{_ID}0"}})
     yield PlannedObject(f"names of the pods of {job_name(key)}", service)

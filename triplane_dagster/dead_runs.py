@@ -77,7 +77,7 @@ def end_dead_runs(instance: dg.DagsterInstance) -> list[str]:
 
 
 def _end_lost_starts(instance: dg.DagsterInstance) -> list[str]:
-    """End runs whose pod died before it began, if the run launcher can tell. Returns their ids."""
+    """End runs whose pod died before it began, or does not start, if the run launcher can tell. Returns their ids."""
     why_not: Callable[[dg.DagsterRun], str | None] | None
     why_not = getattr(instance.run_launcher, "why_not_starting", None)
     ended = []
@@ -86,5 +86,6 @@ def _end_lost_starts(instance: dg.DagsterInstance) -> list[str]:
         now = instance.get_run_by_id(run.run_id) if why else None
         if now is not None and now.status is dg.DagsterRunStatus.STARTING:
             instance.report_run_failed(now, f"{why} Committed work is kept; the next run continues from it.")
+            instance.run_launcher.remove_run(now)  # type: ignore[attr-defined]
             ended.append(run.run_id)
     return ended

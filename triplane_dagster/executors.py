@@ -20,7 +20,7 @@ def step_executor() -> dg.ExecutorDefinition:
     if name == "in_process" or (name == "k8s" and not steps_are_pods()):
         return _tagging(dg.in_process_executor)
     if name == "multiprocess":
-        return _tagging(dg.multiprocess_executor)
+        return _tagging(dg.multiprocess_executor, _forked)
     if name != "k8s":
         raise ConfigError(f"{EXECUTOR_VARIABLE}={name}: no such executor; use in_process, multiprocess or k8s")
     try:
@@ -28,6 +28,11 @@ def step_executor() -> dg.ExecutorDefinition:
     except ImportError:
         raise ConfigError(f"{EXECUTOR_VARIABLE}=k8s needs dagster-k8s: run pip install 'triplane[k8s]'") from None
     return _tagging(step_pods_definition, configured, with_named_faults)
+
+
+def _forked(config: Mapping[str, Any]) -> Mapping[str, object]:
+    """The configuration, with steps forked from a process that has imported the definitions, which takes seconds."""
+    return {"start_method": {"forkserver": {}}, **config}
 
 
 class _Tagging(dg.Executor):

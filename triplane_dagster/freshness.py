@@ -1,4 +1,4 @@
-"""Freshness of a scheduled experiment: its sampler is overdue if a night has brought no decision."""
+"""Freshness of a scheduled experiment: dataset and sampler are overdue if a night has brought none."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from assets.naming import key_of
 from resources.experiment import Experiment, ScheduleConfig
 from triplane_dagster.private_dagster import schedule_execution_time_iterator
 
+NIGHTLY = ("dataset", "sampler")
+"""Assets that every night brings: what sampling ends with, and the decision."""
 _TICKS = 400
 """Ticks among which the longest pause is looked for: a year of nights."""
 _DURATION_H = 24.0
@@ -18,13 +20,17 @@ _DURATION_H = 24.0
 
 
 def with_freshness(experiment: Experiment, asset: dg.AssetsDefinition) -> dg.AssetsDefinition:
-    """The asset, with a freshness policy if it is the sampler of an experiment with a `schedule`."""
+    """The asset, with a freshness policy if a scheduled experiment brings one every night."""
     plan = experiment.schedule
-    if plan is None or asset.keys != {key_of(experiment, "sampler")}:
+    if plan is None or not asset.keys <= {key_of(experiment, name) for name in NIGHTLY}:
         return asset
-    window = longest_pause(plan) + timedelta(hours=plan.max_hours or _DURATION_H)
-    policy = dg.FreshnessPolicy.time_window(fail_window=window)
+    policy = dg.FreshnessPolicy.time_window(fail_window=allowed_pause(plan))
     return asset.map_asset_specs(lambda spec: dg.apply_freshness_policy(spec, policy))
+
+
+def allowed_pause(plan: ScheduleConfig) -> timedelta:
+    """Time after which an asset of NIGHTLY is overdue."""
+    return longest_pause(plan) + timedelta(hours=plan.max_hours or _DURATION_H)
 
 
 def longest_pause(plan: ScheduleConfig) -> timedelta:

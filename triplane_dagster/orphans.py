@@ -15,6 +15,7 @@ import dagster as dg
 
 from resources.experiment import Experiment
 from resources.kubernetes.client import Api, connect
+from resources.kubernetes.jobs import all_trainings
 from resources.kubernetes.manifests import EXPERIMENT, RUN, selector
 from resources.kubernetes.settings import release_of
 from resources.training_launcher import chosen_kind
@@ -52,15 +53,18 @@ def delete_orphans(
     now: float,
     limit_s: float = ORPHAN_S,
 ) -> tuple[dict[str, float], str]:
-    """Delete Jobs that have been orphans for `limit_s`. Returns since when the others are, by uid, and what was done.
+    """Delete Jobs and JobSets that have been orphans for `limit_s`. Returns since when the others are, by uid, and what
+    was done.
 
-    Jobs that a run of another Dagster instance created are left alone.
+    Those that a run of another Dagster instance created are left alone.
     """
-    found = [job for job in api.jobs(selector(release_of()), _PATIENCE_S) if _is_orphan(instance, experiments, job)]
+    sets = any(each.placement.trainer.workload == "jobset" for each in experiments)
+    every = all_trainings(api, selector(release_of()), _PATIENCE_S, sets=sets)
+    found = [job for job in every if _is_orphan(instance, experiments, job)]
     still = {job["metadata"]["uid"]: since.get(job["metadata"]["uid"], now) for job in found}
     old = [job for job in found if now - still[job["metadata"]["uid"]] >= limit_s]
     for job in old:
-        api.delete_job(job, foreground=True, patience_s=_PATIENCE_S)
+        api.delete_training(job, patience_s=_PATIENCE_S)
         del still[job["metadata"]["uid"]]
     names = ", ".join(job["metadata"]["name"] for job in old)
     return still, f"deleted {names}: no run waits for it" if old else f"{len(still)} trainer(s) without a run"

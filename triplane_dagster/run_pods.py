@@ -9,6 +9,7 @@ and the steps of a run whose pod was lost go on beside those of its repetition. 
 from __future__ import annotations
 
 import logging
+import time
 from typing import Any
 
 from dagster import DagsterRun
@@ -16,6 +17,7 @@ from dagster_k8s import K8sRunLauncher
 from kubernetes.client import ApiException
 from urllib3.exceptions import HTTPError
 
+from triplane_dagster.pending_pods import EARLIER, start_bound_s, why_not_started
 from triplane_dagster.pod_faults import faults_of
 from triplane_dagster.private_dagster import CheckRunHealthResult, WorkerStatus
 
@@ -46,7 +48,24 @@ class RunPodLauncher(K8sRunLauncher):
         Dagster asks for the health of started runs only, and gives a starting one all of `start_timeout_seconds`.
         """
         found = super().check_run_worker_health(run)
-        return f"{found.msg} {self._why(run)}".strip() if found.status is WorkerStatus.FAILED else None
+        if found.status is WorkerStatus.FAILED:
+            return f"{found.msg} {self._why(run)}".strip()
+        launched, bound = self._instance.get_run_stats(run.run_id).launch_time, start_bound_s(self._instance)
+        if not launched or bound <= 0 or time.time() - launched < EARLIER * bound:
+            return None
+        try:
+            why = why_not_started(self._api_client, f"{_RUN}{run.run_id}", self._namespace(run))
+        except (ApiException, HTTPError):
+            return None  # asked again at the next look
+        waited = time.time() - launched
+        return why and f"The run's pod has not started within {waited:.0f} s (runs.startTimeoutSeconds): {why}."
+
+    def remove_run(self, run: DagsterRun) -> None:
+        """Delete the Job of a run that has ended, so that its pod does not start later."""
+        try:
+            self._api_client.delete_job(job_name=f"{_RUN}{run.run_id}", namespace=self._namespace(run))
+        except (ApiException, HTTPError) as error:
+            _log.warning("the Job of run %s can't be deleted: %s", run.run_id, type(error).__name__)
 
     def _why(self, run: DagsterRun) -> str:
         try:

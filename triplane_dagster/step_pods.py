@@ -9,6 +9,7 @@ begun, exit with 0, and the run would wait forever (dagster 33755).
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from dagster_k8s import k8s_job_executor
 from kubernetes.client import ApiException
 from urllib3.exceptions import HTTPError
 
+from triplane_dagster.pending_pods import start_bound_s, why_not_started
 from triplane_dagster.pod_faults import faults_of
 from triplane_dagster.private_dagster import (
     CheckStepHealthResult,
@@ -56,11 +58,15 @@ def with_named_faults(executor: dg.Executor) -> dg.Executor:
 
 
 class _NamedFaults(StepHandler):
-    """Step handler of dagster-k8s whose failed health checks tell the pod's fault."""
+    """Step handler of dagster-k8s whose failed health checks tell the pod's fault, and which gives up a pod that does
+    not start.
+    """
 
     def __init__(self, inner: Any) -> None:
         super().__init__()
         self._inner = inner
+        self._waiting: dict[str, float | None] = {}
+        """Since when the pod of a step is waited for, by its Job; None: it has started."""
 
     @property
     def name(self) -> str:
@@ -75,16 +81,39 @@ class _NamedFaults(StepHandler):
         """Health of the step's Job; if it failed, with the reason of its pod."""
         found: CheckStepHealthResult = self._inner.check_step_health(step_handler_context)
         if found.is_healthy:
-            return found
+            return self._bounded(step_handler_context, found)
         return CheckStepHealthResult.unhealthy(f"{found.unhealthy_reason} {self._why(step_handler_context)}".strip())
 
     def terminate_step(self, step_handler_context: StepHandlerContext) -> Iterator[dg.DagsterEvent]:
         """See StepHandler.terminate_step."""
         yield from self._inner.terminate_step(step_handler_context)
 
+    def _bounded(self, context: StepHandlerContext, found: CheckStepHealthResult) -> CheckStepHealthResult:
+        """`found`, or what ends a step whose pod has not started in time. Its Job is deleted."""
+        job, namespace = self._job(context)
+        since = self._waiting.setdefault(job, time.monotonic())
+        if since is None:
+            return found
+        try:
+            why = why_not_started(self._inner._api_client, job, namespace)
+        except (ApiException, HTTPError):
+            return found  # checked again in CHECK_S
+        if why is None:
+            self._waiting[job] = None
+        bound = start_bound_s(context.instance)
+        if why is None or bound <= 0 or time.monotonic() - since < bound:
+            return found
+        self._inner._api_client.delete_job(job_name=job, namespace=namespace)
+        return CheckStepHealthResult.unhealthy(
+            f"The pod did not start within {bound:g} s (run_monitoring.start_timeout_seconds): {why}"
+        )
+
+    def _job(self, context: StepHandlerContext) -> tuple[str, str]:
+        """Name and namespace of the step's Job."""
+        return self._inner._get_k8s_step_job_name(context), str(self._inner._get_container_context(context).namespace)
+
     def _why(self, context: StepHandlerContext) -> str:
-        job = self._inner._get_k8s_step_job_name(context)
-        namespace = self._inner._get_container_context(context).namespace
+        job, namespace = self._job(context)
         try:
             return faults_of(self._inner._api_client.get_pods_in_job(job, namespace))
         except (ApiException, HTTPError) as error:  # the step has failed anyway, without a reason in words

@@ -48,6 +48,8 @@ class Target(Frozen):
     """Date of the night whose schedule requested it."""
     request: str | None = None
     """Id of the Dagster run that set it."""
+    asked_unix: float | None = None
+    """When that run was launched, in seconds since 1970; None also for targets of earlier versions."""
     ended: str = ""
     """Why the target ended."""
     ended_unix: float | None = None
@@ -127,10 +129,12 @@ def request_target(
     deadline_unix: float | None = None,
     night: str | None = None,
     asked_unix: float = math.inf,
+    repeats: bool = False,
 ) -> Target:
     """Ask for further iterations, which the sensor then requests one by one; repeating a request changes nothing.
 
-    asked_unix: when the request was made, which may have waited in a queue.
+    asked_unix: when the request was made, which may have waited in a queue. repeats: whether this may be the repetition
+    of a killed run, after which others may have asked.
 
     Raises TargetRefused if another target was unfinished then or the next iteration has begun from another policy,
     RegistryError for an unknown policy.
@@ -140,6 +144,8 @@ def request_target(
     last = Target.model_validate(entry.value) if entry else None
     if last is not None and last.request == request:
         return last
+    if repeats and (before := _asked_before(pointer, request)) is not None:
+        return before
     if last is not None:
         _require_over(store, experiment, last, asked_unix)
     first = next_iteration(store, experiment.name)
@@ -153,10 +159,17 @@ def request_target(
         deadline_unix=deadline_unix,
         night=night,
         request=request,
+        asked_unix=asked_unix if math.isfinite(asked_unix) else None,
     )
     if not pointer.advance(target.model_dump(), entry.number if entry else 0):
         raise TargetRefused(f"{experiment.name}: somebody else asked for iterations at the same time: retry")
     return target
+
+
+def _asked_before(pointer: Pointer, request: str) -> Target | None:
+    """The latest target of this request, however many followed it."""
+    targets = [Target.model_validate(entry.value) for entry in pointer.history()]
+    return next((each for each in reversed(targets) if each.request == request), None)
 
 
 def _require_over(store: Store, experiment: Experiment, last: Target, asked_unix: float) -> None:

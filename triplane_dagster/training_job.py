@@ -11,7 +11,7 @@ from ops.retries import bounded, step_retries
 from resources.experiment import Experiment
 from resources.store import StoreResource
 from resources.training_launcher import require_launchable
-from triplane_dagster.jobs import EXPERIMENT_TAG, MAX_RETRIES_TAG
+from triplane_dagster.jobs import EXPERIMENT_TAG, REPEATED_WHOLE
 from triplane_dagster.targets import end_target, request_target, unfinished_target
 
 NIGHT_TAG = "triplane/night"
@@ -72,9 +72,12 @@ def train_job(experiment: Experiment) -> dg.JobDefinition:
         opened = store.open()
         if config.iterations == 0:
             unfinished = unfinished_target(opened, experiment)
-            if unfinished is not None:
-                end_target(opened, experiment, unfinished, f"ended by hand ({config.reason})", by_hand=True)
-            context.log.info(f"ended: {unfinished}" if unfinished else "nothing was under way")
+            if unfinished is None or (unfinished.asked_unix or 0.0) > _launched_unix(context):
+                # a repetition of a killed run, after which other iterations were asked for, leaves those alone
+                context.log.info(f"asked for later: {unfinished}" if unfinished else "nothing was under way")
+                return
+            end_target(opened, experiment, unfinished, f"ended by hand ({config.reason})", by_hand=True)
+            context.log.info(f"ended: {unfinished}")
             return
         require_launchable(experiment)
         target = request_target(
@@ -87,13 +90,15 @@ def train_job(experiment: Experiment) -> dg.JobDefinition:
             deadline_unix=None if config.max_hours is None else time.time() + 3600 * config.max_hours,
             night=context.run.tags.get(NIGHT_TAG),
             asked_unix=_launched_unix(context),
+            repeats=context.run.get_root_run_id() is not None,
         )
         context.log.info(f"{experiment.name}_sequence runs {target}, one at a time")
 
     @dg.job(
         name=train_job_name(experiment),
         description=f"{experiment.name}: ask for further iterations; {experiment.name}_sequence runs them.",
-        tags={EXPERIMENT_TAG: experiment.name, MAX_RETRIES_TAG: "0", **pod_tags(experiment)},
+        # a run whose process is killed is launched again: one launch is one request, however often it is repeated
+        tags={**REPEATED_WHOLE, EXPERIMENT_TAG: experiment.name, **pod_tags(experiment)},
         config=train_config(experiment, Training(iterations=experiment.iterations)),
     )
     def job() -> None:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from contracts import kubernetes_client
 from contracts.errors import ConfigError
 from contracts.retries import backoff_s
 from resources.errors import LaunchFailed
+from resources.kubernetes.manifests import JOBSETS
 
 Object = dict[str, Any]
+Kind = Literal["Job", "JobSet"]
 
 _TIMEOUT_S = (5.0, 30.0)
 """Seconds to wait for a connection, and for the next byte."""
@@ -41,56 +44,81 @@ def connect() -> Api:
         raise LaunchFailed(f"trainer.launcher on kubernetes: {error}; or set TRIPLANE_LAUNCHER to local") from None
 
 
+@dataclass(frozen=True)
+class _Calls:
+    """Functions of the official client for one kind of objects."""
+
+    plural: str
+    create: Callable[..., Any]
+    read: Callable[..., Any]
+    list: Callable[..., Any]
+    delete: Callable[..., Any]
+
+
 class Api:
-    """Requests for the objects of one namespace. Each raises ApiFault, or ApiUnreachable after `patience_s`."""
+    """Requests for the objects of one namespace. Each raises ApiFault, or ApiUnreachable after `patience_s`.
+
+    A training is a Job or a JobSet; those that are returned have their `kind`.
+    """
 
     def __init__(self, connection: Any, namespace: str) -> None:
         from kubernetes import client
 
         self.namespace = namespace
-        self._core, self._batch = client.CoreV1Api(connection), client.BatchV1Api(connection)
+        self._core, batch = client.CoreV1Api(connection), client.BatchV1Api(connection)
+        self._trainings = {
+            "Job": _Calls(
+                "jobs",
+                batch.create_namespaced_job,
+                batch.read_namespaced_job,
+                batch.list_namespaced_job,
+                batch.delete_namespaced_job,
+            ),
+            "JobSet": _jobset_calls(client.CustomObjectsApi(connection)),
+        }
 
-    def create_job(self, body: Object) -> Object | None:
-        """The created Job, or None if its name is taken."""
-        return self._create("jobs", self._batch.create_namespaced_job, body)
+    def create_training(self, body: Object) -> Object | None:
+        """The created Job or JobSet, or None if its name is taken."""
+        calls = self._trainings[body["kind"]]
+        return self._create(calls.plural, calls.create, body)
 
     def create_service(self, body: Object) -> Object | None:
         """The created Service, or None if its name is taken."""
         return self._create("services", self._core.create_namespaced_service, body)
 
-    def job(self, name: str, patience_s: float = _PATIENCE_S) -> Object | None:
-        """A Job, or None."""
-        return self._get("jobs", self._batch.read_namespaced_job, name, patience_s)
+    def training(self, kind: Kind, name: str, patience_s: float = _PATIENCE_S) -> Object | None:
+        """A Job or JobSet, or None."""
+        calls = self._trainings[kind]
+        found = self._get(calls.plural, calls.read, name, patience_s)
+        return found and {**found, "kind": kind}
 
     def service(self, name: str) -> Object | None:
         """A Service, or None."""
         return self._get("services", self._core.read_namespaced_service, name, _PATIENCE_S)
 
-    def jobs(self, labels: str, patience_s: float = _PATIENCE_S) -> list[Object]:
-        """Jobs that match a label selector."""
-        return self._list("jobs", self._batch.list_namespaced_job, patience_s, label_selector=labels)
+    def trainings(self, kind: Kind, labels: str, patience_s: float = _PATIENCE_S) -> list[Object]:
+        """Jobs or JobSets that match a label selector."""
+        calls = self._trainings[kind]
+        found = self._list(calls.plural, calls.list, patience_s, label_selector=labels)
+        return [{**each, "kind": kind} for each in found]
 
     def pods(self, labels: str, patience_s: float = _PATIENCE_S) -> list[Object]:
         """Pods that match a label selector."""
         return self._list("pods", self._core.list_namespaced_pod, patience_s, label_selector=labels)
 
-    def events(self, uid: str, patience_s: float = _PATIENCE_S) -> list[Object]:
-        """Events about the object with this uid, oldest first."""
-        found = self._list(
-            "events", self._core.list_namespaced_event, patience_s, field_selector=f"involvedObject.uid={uid}"
-        )
+    def events(self, fields: str, patience_s: float = _PATIENCE_S) -> list[Object]:
+        """Events that match a field selector, oldest first."""
+        found = self._list("events", self._core.list_namespaced_event, patience_s, field_selector=fields)
         return sorted(found, key=lambda event: str(event.get("lastTimestamp") or event.get("eventTime") or ""))
 
-    def delete_job(self, job: Object, *, foreground: bool, patience_s: float = _PATIENCE_S) -> None:
-        """Delete this very Job, and not another one of its name; one that is gone is ignored.
+    def delete_training(self, training: Object, patience_s: float = _PATIENCE_S) -> None:
+        """Delete this very Job or JobSet, and not another one of its name; one that is gone is ignored.
 
-        foreground: it goes after its pods.
+        It goes after its pods.
         """
-        body = {
-            "propagationPolicy": "Foreground" if foreground else "Background",
-            "preconditions": {"uid": job["metadata"]["uid"]},
-        }
-        self._delete("jobs", self._batch.delete_namespaced_job, job["metadata"]["name"], body, patience_s)
+        meta, calls = training["metadata"], self._trainings[training["kind"]]
+        body = {"propagationPolicy": "Foreground", "preconditions": {"uid": meta["uid"]}}
+        self._delete(calls.plural, calls.delete, meta["name"], body, patience_s)
 
     def delete_service(self, service: Object) -> None:
         """Delete this very Service; one that is gone is ignored."""
@@ -176,8 +204,30 @@ class Api:
             time.sleep(pause)
 
 
+def _jobset_calls(custom: Any) -> _Calls:
+    """Calls for JobSets, with the arguments of those for Jobs."""
+    group, version = JOBSETS.split("/")
+
+    def create(namespace: str, body: Object, **options: Any) -> Any:
+        return custom.create_namespaced_custom_object(group, version, namespace, "jobsets", body, **options)
+
+    def read(name: str, namespace: str, **options: Any) -> Any:
+        return custom.get_namespaced_custom_object(group, version, namespace, "jobsets", name, **options)
+
+    def list_(namespace: str, **options: Any) -> Any:
+        return custom.list_namespaced_custom_object(group, version, namespace, "jobsets", **options)
+
+    def delete(name: str, namespace: str, **options: Any) -> Any:
+        return custom.delete_namespaced_custom_object(group, version, namespace, "jobsets", name, **options)
+
+    return _Calls("jobsets", create, read, list_, delete)
+
+
 def _refusal(verb: str, kind: str, namespace: str, error: Any) -> ApiFault:
     words, status = _words(error), int(error.status)
+    if status == 404 and kind == "jobsets":
+        fix = "install the JobSet controller, or set placement.trainer.workload to job"
+        return ApiFault(f"the cluster does not know {JOBSETS} ({words}): {fix}", status)
     if status in (401, 403) and "quota" not in words:
         fix = f"grant the verb {verb} on {kind} in the namespace {namespace}, or check the credentials"
         return ApiFault(f"the Kubernetes API server refuses to {verb} {kind} ({words}): {fix}", status)

@@ -1,11 +1,11 @@
-"""Run a training as a Job: create or adopt it, watch it, restart it if the cluster took a pod away, keep its logs.
+"""Run a training as a Job or JobSet: create or adopt it, watch it, restart it if the cluster took a pod, keep logs.
 
     attempt: open messages -> create or adopt Job -> watch -> close messages -> keep logs -> delete Job
         restart: the cluster's doing, at most `restarts` times                 the trainer continues from its snapshot
         failed:  the training's own reason, or its pods can't start            LaunchFailed with the cluster's words
 
-A driver that dies leaves the Job, and the next launch of the same key adopts it. Ctrl-C and Dagster's Terminate delete
-it.
+A driver that dies leaves the Job or JobSet, and the next launch of the same key adopts it. Ctrl-C and Dagster's
+Terminate delete it.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from resources.channel import PIPES_BUCKET
 from resources.errors import LaunchFailed
 from resources.kubernetes.client import Api, ApiFault, ApiUnreachable, Object, connect
 from resources.kubernetes.faults import DONE, Ending, ending_of
-from resources.kubernetes.jobs import ensure_service, existing_job, remove_job, restarts_of
+from resources.kubernetes.jobs import ensure_service, existing_training, is_owned, remove_training, restarts_of
 from resources.kubernetes.logs import PodLogs
-from resources.kubernetes.manifests import MESSAGES, Attempt, job_manifest, job_name
+from resources.kubernetes.manifests import MESSAGES, Attempt, is_set, job_name, pods_job_name, training_manifest
 from resources.kubernetes.settings import read_settings
 from resources.kubernetes.waiting import HOPELESS, why_waiting
 from resources.kubernetes.watching import Watched
@@ -46,7 +46,7 @@ _LAST_READ_S = 10.0
 
 
 class KubernetesLauncher(dg.ConfigurableResource[Any]):
-    """Runs a command as an Indexed Job, one pod for each machine."""
+    """Runs a command as an Indexed Job, one pod for each machine; or as a JobSet of that Job."""
 
     restarts: int = Field(default=3, ge=0, description="Restarts of a training whose pods the cluster took away")
     poll_s: float = Field(default=1.0, gt=0, description="Polling interval for the Job's state, in seconds")
@@ -58,7 +58,7 @@ class KubernetesLauncher(dg.ConfigurableResource[Any]):
         bucket, settings, api = messages_bucket(launch), read_settings(), connect()
         restarts = 0
         while True:
-            job = existing_job(api, launch.key)
+            job = existing_training(api, launch.key, sets=launch.placement.workload == "jobset")
             restarts = restarts_of(job) if job else restarts
             folder = job["metadata"]["annotations"][MESSAGES] if job else f"{PREFIX}/{launch.key}/{uuid.uuid4().hex}"
             with (
@@ -72,7 +72,7 @@ class KubernetesLauncher(dg.ConfigurableResource[Any]):
                     if job is None:
                         variables = session.get_bootstrap_env_vars()
                         attempt = Attempt(restarts, folder, context.run_id, variables, self.port)
-                        job = api.create_job(job_manifest(launch, settings, api.namespace, attempt))
+                        job = api.create_training(training_manifest(launch, settings, api.namespace, attempt))
                         created = job is not None
                     if job is not None:
                         training = _Training(self, context, api, job, launch, session, on_message)
@@ -95,11 +95,11 @@ class KubernetesLauncher(dg.ConfigurableResource[Any]):
             context.log.warning(
                 f"{ending.words}; {where}; restart {restarts} of {self.restarts}: it continues from its last snapshot"
             )
-            remove_job(api, training.watched.job)
+            remove_training(api, training.watched.training)
 
 
 class _Training:
-    """One Job, watched to its end."""
+    """One Job or JobSet, watched to its end."""
 
     def __init__(
         self,
@@ -121,9 +121,8 @@ class _Training:
         self._asked = float("-inf")
 
     def watch(self, *, adopted: bool) -> Ending:
-        """Watch the Job to its end. Raises LaunchFailed; if somebody ends the run, the Job is deleted."""
-        name = self.watched.job["metadata"]["name"]
-        self._context.log.info(f"{'adopted' if adopted else 'created'} Job {name} in {self._api.namespace}")
+        """Watch the training to its end. Raises LaunchFailed; if somebody ends the run, the training is deleted."""
+        self._context.log.info(f"{'adopted' if adopted else 'created'} {self._name} in {self._api.namespace}")
         try:
             return self._watch()
         except (KeyboardInterrupt, dg.DagsterExecutionInterruptedError):
@@ -133,7 +132,7 @@ class _Training:
                 self._logs.read(self.watched.records, _LAST_READ_S)
                 self._logs.keep(self.watched, self._launch.store, self._launch.key)
             finally:
-                self._api.delete_job(self.watched.job, foreground=True, patience_s=_LAST_READ_S)
+                self._api.delete_training(self.watched.training, patience_s=_LAST_READ_S)
                 self.deleted = True
             raise
 
@@ -145,17 +144,17 @@ class _Training:
             self._on_message(message)
 
     def finish(self) -> str:
-        """Keep the logs and delete the Job. Returns where the logs are."""
+        """Keep the logs and delete the training. Returns where the logs are."""
         self._logs.read(self.watched.records, _LAST_READ_S)
         where = self._logs.keep(self.watched, self._launch.store, self._launch.key)
         try:
-            self._api.delete_job(self.watched.job, foreground=True)
+            self._api.delete_training(self.watched.training)
         except ApiFault as fault:  # the cluster deletes it after a while
-            self._context.log.warning(f"Job {self.watched.job['metadata']['name']} stays for now: {fault}")
+            self._context.log.warning(f"{self._name} stays for now: {fault}")
         return where
 
     def _watch(self) -> Ending:
-        ensure_service(self._api, self.watched.job)
+        ensure_service(self._api, self.watched.training)
         begun = seen = time.monotonic()
         started: float | None = None
         failing: float | None = None
@@ -164,7 +163,7 @@ class _Training:
             now = time.monotonic()
             try:
                 if not self._look():
-                    return DONE if self._launch.is_done() else Ending("the Job was deleted", restart=True)
+                    return DONE if self._launch.is_done() else Ending(f"{self._name} was deleted", restart=True)
                 seen = now
             except ApiUnreachable as error:
                 self._warn(str(error))
@@ -187,13 +186,21 @@ class _Training:
             time.sleep(self._launcher.poll_s * (1 if failing or now - begun < _YOUNG_S else _RARE))
 
     def _look(self) -> bool:
-        """Update what is known of the Job. Returns False if it is gone."""
-        meta = self.watched.job["metadata"]
-        job = self._api.job(meta["name"], _NOW_S)
-        if job is None or job["metadata"]["uid"] != meta["uid"]:
+        """Update what is known of the training. Returns False if it is gone."""
+        kind, meta = self.watched.training["kind"], self.watched.training["metadata"]
+        training = job = self._api.training(kind, meta["name"], _NOW_S)
+        if training is None or training["metadata"]["uid"] != meta["uid"]:
             return False
-        self.watched.update(job, self._api.pods(f"batch.kubernetes.io/controller-uid={meta['uid']}", _NOW_S))
+        if is_set(training):
+            job = self._api.training("Job", pods_job_name(training), _NOW_S)
+            job = job if job and is_owned(job, meta["uid"]) else None
+        pods = f"batch.kubernetes.io/controller-uid={job['metadata']['uid']}" if job else ""
+        self.watched.update(training, job, self._api.pods(pods, _NOW_S) if job else [])
         return True
+
+    @property
+    def _name(self) -> str:
+        return f"{self.watched.training['kind']} {self.watched.training['metadata']['name']}"
 
     def _late(self, started: float | None, now: float, begun: float) -> Ending | None:
         """The failure of a Job that does not start, or that takes too long."""

@@ -43,7 +43,7 @@ class PodLogs:
         """Write the logs to the store. Returns where they are, or why they are not; never raises."""
         if store is None:
             return "no store for the logs"
-        meta = watched.job["metadata"]
+        meta = watched.training["metadata"]
         folder = f"{logs_folder(key)}/{meta['annotations'].get(RESTARTS, '0')}-{meta['uid'][:8]}"
         try:
             for record in watched.records:

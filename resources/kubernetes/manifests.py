@@ -1,4 +1,6 @@
-"""Manifests of a training: an Indexed Job with a pod for each machine, and the headless Service of its host names."""
+"""Manifests of a training: an Indexed Job with a pod for each machine, and the headless Service of its host names; or a
+JobSet with that Job, whose Service its controller makes.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +27,10 @@ TTL_S = 3600
 LOST_NODE_S = 30
 """Seconds that a pod stays on a node that does not answer; Kubernetes' default is 300."""
 USER = 10001
+JOBSETS = "jobset.x-k8s.io/v1alpha2"
+"""API of JobSets."""
+_SET = "trainer"
+"""Name of the only Job in a JobSet, of which there is one replica. Kueue calls its pods so, too."""
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
 
@@ -44,8 +50,25 @@ class Attempt:
 
 
 def job_name(key: str) -> str:
-    """Name of the Job, and of the Service, for an action key."""
+    """Name of the Job or JobSet, and of the Service, for an action key."""
     return f"train-{key[:20]}"
+
+
+def is_set(training: Object) -> bool:
+    """Whether this is a JobSet, and not a Job."""
+    return bool(training["kind"] == "JobSet")
+
+
+def pods_job_name(training: Object) -> str:
+    """Name of the Job that the pods belong to: the training itself, or the one that the JobSet controller makes."""
+    name = str(training["metadata"]["name"])
+    return f"{name}-{_SET}-0" if is_set(training) else name
+
+
+def node_count(training: Object) -> int:
+    """How many pods a training has."""
+    spec = training["spec"]
+    return int((spec["replicatedJobs"][0]["template"]["spec"] if is_set(training) else spec)["parallelism"])
 
 
 def selector(release: str) -> str:
@@ -53,24 +76,31 @@ def selector(release: str) -> str:
     return f"app.kubernetes.io/component={COMPONENT},app.kubernetes.io/instance={release}"
 
 
-def job_manifest(launch: Launch, settings: Settings, namespace: str, attempt: Attempt) -> Object:
-    """The Job of a launch."""
+def training_manifest(launch: Launch, settings: Settings, namespace: str, attempt: Attempt) -> Object:
+    """The Job of a launch, or its JobSet, as `placement.trainer.workload` says.
+
+    A JobSet without failurePolicy fails with its Job, so that the launcher decides about restarts of both.
+    """
     name, placement = job_name(launch.key), launch.placement
     labels = _labels(launch, settings)
     queue = {QUEUE: placement.queue} if placement.queue else {}
     annotations = {KEY: launch.key, RESTARTS: str(attempt.restarts), MESSAGES: attempt.messages, RUN: attempt.run}
-    spec = {
+    whole = {"ttlSecondsAfterFinished": TTL_S, **({"suspend": True} if queue else {})}  # Kueue starts it
+    job = {
         "completions": launch.nodes,
         "parallelism": launch.nodes,
         "completionMode": "Indexed",
         "backoffLimit": 0,
-        "ttlSecondsAfterFinished": TTL_S,
         "activeDeadlineSeconds": int(placement.start_timeout_s + launch.timeout_s) + 1,
-        **({"suspend": True} if queue else {}),  # Kueue starts it
         "template": {"metadata": {"labels": labels}, "spec": _pod(launch, settings, attempt)},
     }
     meta = {"name": name, "namespace": namespace, "labels": labels | queue, "annotations": annotations}
-    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": meta, "spec": spec}
+    if placement.workload == "job":
+        return {"apiVersion": "batch/v1", "kind": "Job", "metadata": meta, "spec": {**job, **whole}}
+    jobs = [{"name": _SET, "replicas": 1, "template": {"spec": job}}]
+    network = {"enableDNSHostnames": True, "publishNotReadyAddresses": True}  # ranks meet before any pod is ready
+    spec = {"replicatedJobs": jobs, "network": network, **whole}
+    return {"apiVersion": JOBSETS, "kind": "JobSet", "metadata": meta, "spec": spec}
 
 
 def service_manifest(job: Object) -> Object:
@@ -136,9 +166,10 @@ def _pod(launch: Launch, settings: Settings, attempt: Attempt) -> Object:
 def _container(launch: Launch, settings: Settings, attempt: Attempt) -> Object:
     program, *arguments = launch.command
     name = job_name(launch.key)
+    host = f"{name}-{_SET}-0" if launch.placement.workload == "jobset" else name
     variables = {
         NODES: str(launch.nodes),
-        "MASTER_ADDR": f"{name}-0.{name}",
+        "MASTER_ADDR": f"{host}-0.{name}",
         "MASTER_PORT": str(attempt.port),
         RENDEZVOUS_S: f"{launch.placement.start_timeout_s:g}",
         "HOME": "/tmp",

@@ -1,11 +1,11 @@
-"""Why the pods of a Job have not started, in the cluster's own words."""
+"""Why the pods of a training have not started, in the cluster's own words."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from resources.kubernetes.client import Api
-from resources.kubernetes.manifests import QUEUE
+from resources.kubernetes.manifests import QUEUE, is_set, node_count, pods_job_name
 from resources.kubernetes.watching import PodRecord, Watched
 
 Object = dict[str, Any]
@@ -33,23 +33,26 @@ def waiting_reason(record: PodRecord) -> tuple[str, str] | None:
 
 
 def why_waiting(watched: Watched, api: Api) -> tuple[str, str]:
-    """(reason, words) for which not all pods of the Job have started. Raises ApiFault."""
+    """(reason, words) for which not all pods of the training have started. Raises ApiFault."""
     for record in watched.records:
         found = waiting_reason(record)
         if found is not None:
             return found[0], _words(f"pod {record.name}", *found)
-    job = watched.job
-    if job["spec"].get("suspend"):
-        queue = job["metadata"]["labels"].get(QUEUE, "")
-        said = _last_event(api, job["metadata"]["uid"], "")
+    training, job = watched.training, watched.job
+    if training["spec"].get("suspend"):
+        queue = training["metadata"]["labels"].get(QUEUE, "")
+        said = _last_of(_workload_events(api, training)) or _last_of(api.events(_about(training)))
         return "Suspended", _words(f"queue {queue} has not admitted it", "Suspended", said)
-    if len(watched.pods) < int(job["spec"]["parallelism"]):
-        said = _last_event(api, job["metadata"]["uid"], "FailedCreate")
+    if job is None:
+        said = _last_of(api.events(_about(training))) or "check the JobSet controller of the cluster"
+        return "Pending", f"Job {pods_job_name(training)} has not been created: {said}"
+    if len(watched.pods) < node_count(training):
+        said = _last_of([each for each in api.events(_about(job)) if each.get("reason") == "FailedCreate"])
         if said:
             return "FailedCreate", _words("a pod could not be created", "FailedCreate", said)
     for record in watched.records:
         if not record.started:
-            said = _last_event(api, record.uid, "") or "no reason given"
+            said = _last_of(api.events(_about(record.pod))) or "no reason given"
             return "Pending", f"pod {record.name} has not started: {said}"
     return "Pending", "its pods have not been created: check the Job controller of the cluster"
 
@@ -59,8 +62,23 @@ def _words(what: str, reason: str, message: str) -> str:
     return f"{what}: {reason}: {' '.join(message.split())[:500] or 'no reason given'}; {fix}"
 
 
-def _last_event(api: Api, uid: str, reason: str) -> str:
-    """Message of the last event about an object, warnings first. reason: only these events, if given."""
-    events = [each for each in api.events(uid) if reason in ("", each.get("reason"))]
-    events.sort(key=lambda each: each.get("type") == "Warning")
+def _about(whole: Object) -> str:
+    """Selector of the events about an object."""
+    return f"involvedObject.uid={whole['metadata']['uid']}"
+
+
+def _workload_events(api: Api, training: Object) -> list[Object]:
+    """Events about Kueue's Workload, which say why a training waits. Its name is `KIND-NAME-HASH`."""
+    kind = "jobset" if is_set(training) else "job"
+    name = f"{kind}-{training['metadata']['name']}-"
+    return [
+        each
+        for each in api.events("involvedObject.kind=Workload")
+        if str(each["involvedObject"].get("name", "")).startswith(name)
+    ]
+
+
+def _last_of(events: list[Object]) -> str:
+    """Message of the last event, warnings first; empty if there is none."""
+    events = sorted(events, key=lambda each: each.get("type") == "Warning")
     return str(events[-1].get("message", "")) if events else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from resources.kubernetes.manifests import CONTAINER
+from resources.kubernetes.manifests import CONTAINER, node_count
 
 Object = dict[str, Any]
 Sign = Literal["disrupted", "killed", "deleted", "gone", "failed", "lost"]
@@ -96,15 +96,18 @@ class PodRecord:
 
 @dataclass
 class Watched:
-    """A Job, its pods by uid, and the order in which they gave a sign of failure."""
+    """A training, its pods by uid, and the order in which they gave a sign of failure."""
 
-    job: Object
+    training: Object
+    """The Job or JobSet that the launcher created."""
+    job: Object | None = None
+    """Job that the pods belong to: the training itself, or the one in the JobSet, once its controller created it."""
     pods: dict[str, PodRecord] = field(default_factory=dict)
     signs: list[str] = field(default_factory=list)
 
-    def update(self, job: Object, pods: list[Object]) -> None:
+    def update(self, training: Object, job: Object | None, pods: list[Object]) -> None:
         """Take what a look found."""
-        self.job = job
+        self.training, self.job = training, job
         seen = {pod["metadata"]["uid"]: pod for pod in pods}
         for uid, record in self.pods.items():
             record.gone = uid not in seen
@@ -126,25 +129,30 @@ class Watched:
 
     @property
     def all_started(self) -> bool:
-        """Whether every pod of the Job has started."""
-        return sum(record.started for record in self.pods.values()) >= int(self.job["spec"]["parallelism"])
+        """Whether every pod has started."""
+        return sum(record.started for record in self.pods.values()) >= node_count(self.training)
 
     @property
     def complete(self) -> bool:
         """Whether all pods ended well."""
-        return condition(self.job, "Complete") is not None
+        return self._condition("Complete", "Completed") is not None
 
     @property
     def failed(self) -> Object | None:
-        """Condition that says why the Job fails, or None."""
-        return condition(self.job, "Failed") or condition(self.job, "FailureTarget")
+        """Condition that says why the Job or JobSet fails, or None."""
+        return self._condition("Failed", "FailureTarget")
 
     @property
     def settled(self) -> bool:
-        """Whether no container of the Job runs any more."""
-        return condition(self.job, "Failed") is not None or not any(
+        """Whether no container runs any more."""
+        return self._condition("Failed") is not None or not any(
             "running" in record.state and not record.gone for record in self.pods.values()
         )
+
+    def _condition(self, *kinds: str) -> Object | None:
+        """The first of these conditions that holds; those of the pods' Job, which tell more, before the JobSet's."""
+        found = (condition(each, kind) for each in (self.job, self.training) if each for kind in kinds)
+        return next(filter(None, found), None)
 
 
 def condition(whole: Object, kind: str) -> Object | None:

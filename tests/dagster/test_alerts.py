@@ -1,60 +1,47 @@
-"""Failed runs are posted to a webhook, and scheduled experiments have a freshness policy."""
+"""Failed runs and overdue experiments are posted to a webhook and mailed."""
 
 from __future__ import annotations
 
-import json
 import os
 import socket
-import threading
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from email.message import EmailMessage
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import dagster as dg
 import pytest
 from aiosmtpd.controller import Controller
 from aiosmtpd.handlers import Message
+from alert_receiver import Hook, listening
 
 from assets.naming import key_of
 from contracts.errors import ConfigError
+from contracts.store import open_store
 from resources.experiment import Experiment, ScheduleConfig
-from triplane_dagster.alerts import EMAIL_VARIABLE, RETRIED_TAG, SMTP_VARIABLE, VARIABLE, alert_on_failure, send_email
+from triplane_dagster.alerts import (
+    EMAIL_VARIABLE,
+    NO_RECEIVER,
+    RETRIED_TAG,
+    SMTP_VARIABLE,
+    VARIABLE,
+    alert_on_failure,
+    send_email,
+)
 from triplane_dagster.assembly import definitions_for
 from triplane_dagster.executors import step_executor
 from triplane_dagster.jobs import EXPERIMENT_TAG
-
-
-class Hook:
-    """A web server that keeps what is posted to it and answers with `status`."""
-
-    def __init__(self) -> None:
-        self.posted: list[dict[str, Any]] = []
-        self.status = 200
-        hook = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                hook.posted.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-                self.send_response(hook.status)
-                self.end_headers()
-
-            def log_message(self, format: str, *args: Any) -> None:
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}/secret"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+from triplane_dagster.overdue import overdue_messages, overdue_sensors
+from triplane_dagster.targets import begin_target
 
 
 @pytest.fixture
 def hook() -> Iterator[Hook]:
-    made = Hook()
-    yield made
-    made.server.shutdown()
-    made.server.server_close()
+    with listening() as made:
+        yield made
 
 
 @pytest.fixture
@@ -98,6 +85,27 @@ def test_a_run_that_is_launched_again_alerts_nobody(
     assert isinstance(alert_on_failure(failed), dg.SkipReason) and hook.posted == []
     tags[RETRIED_TAG] = "false"
     assert alert_on_failure(failed) is None and len(hook.posted) == 1
+
+
+@pytest.mark.parametrize("why", [None, "No heartbeat."])
+def test_a_run_whose_process_died_is_posted_with_the_cause(
+    why: str | None, hook: Hook, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @dg.job(name="tiny_iteration")
+    def job() -> None:
+        pass
+
+    monkeypatch.setenv(VARIABLE, hook.url)
+    with dg.DagsterInstance.ephemeral(str(tmp_path)) as instance:
+        run = instance.create_run_for_job(job, status=dg.DagsterRunStatus.STARTED)
+        for said in ("Executing steps in process", "Run execution process was terminated by signal 9 (SIGKILL)."):
+            instance.report_engine_event(said, run)
+        event = instance.report_run_failed(run, why)
+        instance.report_engine_event("a sensor acted", run)
+        context = dg.build_run_status_sensor_context(alert_on_failure.name, event, instance, run)
+        alert_on_failure(context.for_run_failure())
+    expected = why or "Run execution process was terminated by signal 9 (SIGKILL)."
+    assert hook.posted[0]["text"] == f"tiny_iteration failed: {expected}"
 
 
 class Mails(Message):
@@ -165,16 +173,72 @@ def test_an_error_of_the_receiver_is_not_raised(
     assert len(hook.posted) == (receiver == "refuses"), "one attempt"
 
 
-def test_the_sampler_of_a_scheduled_experiment_becomes_overdue(tiny: Experiment) -> None:
+PLAN = ScheduleConfig(cron="0 2 * * mon-fri", max_hours=6)
+ALLOWED = timedelta(days=3, hours=6)
+
+
+def test_dataset_and_sampler_of_a_scheduled_experiment_become_overdue(tiny: Experiment) -> None:
     def policies(experiment: Experiment) -> dict[str, Any]:
         assets = definitions_for([experiment]).resolve_all_asset_specs()
         return {each.key.path[1]: each.freshness_policy for each in assets if each.freshness_policy}
 
     assert policies(tiny) == {}
-    plan = ScheduleConfig(cron="0 2 * * mon-fri", max_hours=6)
-    (found,) = policies(tiny.model_copy(update={"schedule": plan})).items()
-    assert found[0] == key_of(tiny, "sampler").path[1]
-    assert found[1] == dg.FreshnessPolicy.time_window(fail_window=timedelta(days=3, hours=6))
+    expected = dg.FreshnessPolicy.time_window(fail_window=ALLOWED)
+    assert policies(tiny.model_copy(update={"schedule": PLAN})) == {"dataset": expected, "sampler": expected}
+
+
+def test_an_overdue_experiment_is_told_once_until_it_recovers(
+    hook: Hook, mails: Mails, tiny: Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned = tiny.model_copy(update={"schedule": PLAN})
+    assert overdue_sensors([tiny]) == []
+    (sensor,) = overdue_sensors([tiny, planned])
+    monkeypatch.setenv("TRIPLANE_STORE", str(tmp_path / "store"))
+    monkeypatch.setenv(VARIABLE, hook.url)
+    now, cursor = time.time(), "[]"
+    monkeypatch.setattr("triplane_dagster.overdue.time", SimpleNamespace(time=lambda: now))
+    with dg.DagsterInstance.local_temp(str(tmp_path)) as instance:
+
+        def tick() -> str:
+            nonlocal cursor
+            context = dg.build_sensor_context(instance, cursor=cursor, definitions=dg.Definitions())
+            done = sensor.evaluate_tick(context)
+            cursor = done.cursor or cursor
+            return done.skip_message or ""
+
+        assert tick() == "nothing is overdue", "nothing was ever made"
+        for asset in ("dataset", "sampler"):
+            instance.report_runless_asset_event(dg.AssetMaterialization(key_of(tiny, asset)))
+        now = time.time() + ALLOWED.total_seconds() - 60
+        assert tick() == "nothing is overdue" and hook.posted == mails.received == []
+        now += 120
+        for _ in range(2):
+            assert tick().startswith("tiny is overdue: no dataset since ")
+        (posted,), (mail,) = hook.posted, mails.received
+        assert posted["text"] == mail["Subject"].replace("\r\n", "") + posted["text"][150:]
+        assert posted["error"].startswith("nothing is under way; see whether tiny_nightly is on")
+        assert (posted["experiment"], posted["asset"], posted["limit_hours"]) == ("tiny", "dataset", 78.0)
+        now = time.time()
+        assert tick() == "nothing is overdue"
+        begin_target(open_store(), planned, 2)
+        now += ALLOWED.total_seconds()
+        tick()
+        assert "a command asked for iterations 0000 to 0001" in hook.posted[1]["error"]
+        monkeypatch.delenv(VARIABLE)
+        monkeypatch.delenv(EMAIL_VARIABLE)
+        assert tick() == NO_RECEIVER.skip_message
+    assert len(hook.posted) == len(mails.received) == 2
+
+
+def test_an_overdue_experiment_is_told_where_its_store_can_not_be_read(
+    tiny: Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRIPLANE_STORE", "ftp://nowhere")
+    planned = tiny.model_copy(update={"schedule": PLAN})
+    with dg.DagsterInstance.local_temp(str(tmp_path)) as instance:
+        instance.report_runless_asset_event(dg.AssetMaterialization(key_of(tiny, "sampler")))
+        told = overdue_messages(instance, [planned], time.time() + ALLOWED.total_seconds())
+    assert "no sampler since" in told["tiny"]["text"] and "ftp://nowhere" in told["tiny"]["error"]
 
 
 def test_the_executor_is_named_by_one_variable(monkeypatch: pytest.MonkeyPatch) -> None:

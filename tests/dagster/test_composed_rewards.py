@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from dagster_world import World
 
 from assets.naming import key_of
@@ -56,6 +57,7 @@ def materialize_rewards(world: World, experiment: Experiment) -> tuple[Artifact,
     return open_artifact(world.store, ref), {name: value.value for name, value in event.metadata.items()}
 
 
+@pytest.mark.slow
 def test_components_are_kept_plotted_and_graded_again_with_other_weights_without_asking(ran: World) -> None:
     before = require_ref(ran.store, ran.experiment.name, "rewards", ITERATION)
     with judge_server(lambda path, body: scored(len(body["messages"][1]["content"]) % 11)) as server:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from dagster_world import World, run_world
 
 from resources.refs import require_ref
@@ -10,6 +11,7 @@ from triplane_dagster.iterations import decision_of
 STEPS = ("prompts", "rollouts", "rewards", "dataset", "checkpoint", "evaluation")
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_digests_and_decisions_in_another_store(ran: World, tmp_path: Path) -> None:
     name = ran.experiment.name
     before = {step: require_ref(ran.store, name, step, "0001").digest for step in STEPS}

@@ -121,6 +121,7 @@ def test_fork_with_another_loss_and_reward_trains_on_the_same_episodes(source: W
     assert Registry(source.store, "tiny").history()[-1].policy == made(source, "tiny", "checkpoint", "0001").ref
 
 
+@pytest.mark.slow
 def test_replay_of_two_iterations_then_the_fork_samples_and_lineage_shows_the_branch(source: World) -> None:
     fork("tiny/0000", "--as", "exp2", "--replay", "2", "--set", "off_policy.max_staleness=2", "--set", "seed=3",
          "--set", "trainer.algorithm.kind=dapo")  # fmt: skip
@@ -157,6 +158,7 @@ def test_stale_episodes_are_refused_with_the_number_before_anything_is_made(sour
     assert find_inputs(source.store, load_experiment(path), "0001") is None
 
 
+@pytest.mark.slow
 def test_small_effective_sample_size_is_refused_before_the_first_optimizer_step(source: World) -> None:
     bounds = ("--set", "off_policy.max_staleness=2", "--set", "off_policy.min_effective_sample_size=0.999")
     fork("tiny/0000", "--as", "exp2", "--replay", "2", *bounds, "--set", "trainer.algorithm.kind=dapo")
@@ -226,6 +228,7 @@ def test_deleted_or_missing_rollouts_are_never_sampled_anew(source: World) -> No
     assert read_ref(source.store, "early", "iteration_inputs", "0000") is None
 
 
+@pytest.mark.slow
 def test_fork_of_a_fork_keeps_the_first_sources_episodes(source: World) -> None:
     fork("tiny/0001", "--as", "exp2", "--set", "trainer.algorithm.kind=dapo")
     run(source, "exp2")

@@ -373,6 +373,7 @@ def test_segments_merge_in_powers_of_sixteen_and_keep_rows_in_order(tmp_path: Pa
         assert [row[0] for row in db.sql("SELECT child FROM edges").fetchall()] == [f"c{each}" for each in range(275)]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_readers")
 def test_a_merge_that_was_killed_is_made_up_for_by_the_next_larger_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -19,6 +19,7 @@ from resources.errors import ExperimentBusy, ExperimentError, RegistryError, Tar
 from resources.experiment import Experiment, OffPolicyConfig, ScheduleConfig, load_experiment
 from resources.refs import remove_ref, write_ref
 from triplane_dagster.assembly import definitions_for
+from triplane_dagster.cli.iterate import warn_of_other_request
 from triplane_dagster.jobs import EXPERIMENT_TAG, base_job_name, iteration_job_name
 from triplane_dagster.pools import limit_pools
 from triplane_dagster.schedules import night_request, nightly
@@ -412,3 +413,20 @@ def test_two_stores_of_one_instance_do_not_share_run_keys(desk: Desk, tmp_path: 
     first, second = desk.tick(), other.tick()
     assert isinstance(first, dg.RunRequest) and isinstance(second, dg.RunRequest)
     assert first.run_key != second.run_key
+
+
+def test_a_command_says_that_it_replaces_a_request_and_nothing_while_a_run_is_at_work(
+    desk: Desk, capsys: pytest.CaptureFixture[str]
+) -> None:
+    warn_of_other_request(desk.experiment, desk.instance)
+    assert capsys.readouterr().err == ""
+    desk.train(iterations=2, reason="by day")
+    warn_of_other_request(desk.experiment, desk.instance)
+    said = "warning: this command replaces the request of tiny_train for iterations 0000 to 0001 (by day)"
+    assert said in capsys.readouterr().err
+    request = desk.tick()
+    assert isinstance(request, dg.RunRequest)
+    run = desk.launch(request, dg.DagsterRunStatus.STARTED)
+    with pytest.raises(ExperimentBusy, match=f"run {run.run_id} of 0000 of tiny has not ended"):
+        warn_of_other_request(desk.experiment, desk.instance)
+    assert capsys.readouterr().err == ""

@@ -73,6 +73,7 @@ def test_the_system_compiler_fortifies_calls(tmp_path: Path) -> None:
         assert {"__snprintf_chk", "__memcpy_chk"} <= elf.symbols.keys()
 
 
+@pytest.mark.slow
 def test_nothing_is_compiled_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     built = build.build(tmp_path)
     hide_compilers(monkeypatch, tmp_path / "bin")

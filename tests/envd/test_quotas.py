@@ -45,6 +45,7 @@ async def refusals(client: OperationsClient) -> list[str]:
     return [json.loads(event.detail_json)["quota"] async for event in client.audit() if event.kind == "quota.refused"]
 
 
+@pytest.mark.slow
 def test_templates_take_a_bounded_part_of_the_disk(tmp_path: Path) -> None:
     async def job(client: OperationsClient, other: OperationsClient) -> None:
         kept = await other.put_template({"a": b"kept"})

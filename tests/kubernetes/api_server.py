@@ -1,7 +1,8 @@
 """Stand-in for a Kubernetes API server, its Job controller and its kubelet, on one port of this machine.
 
 Paths, objects and words are those of Kubernetes 1.36, as far as our launcher and dagster-k8s 0.29 use them: jobs, pods,
-pods/log (follow, timestamps), services, events, config maps, secrets and any other kind by name. Pods run as processes:
+pods/log (follow, timestamps), services, events, config maps, secrets and any other kind by name. So are JobSets, where
+their controller is installed. Pods run as processes:
 
     with serving(Cluster(tmp_path)) as cluster:            sets KUBECONFIG, so that every client finds it
         cluster.add("configmaps", {"metadata": {"name": "env"}, "data": {"A": "1"}})
@@ -25,6 +26,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from tests.kubernetes.controllers import Controllers
+from tests.kubernetes.jobset_controller import API, admitted
 from tests.kubernetes.kubelet import Kubelet
 from tests.kubernetes.objects import Object, Objects, Refused, matches, merge, now
 
@@ -60,6 +62,8 @@ class Cluster:
         """Verbs and kinds that the client has no right to, such as ("create", "jobs")."""
         self.requests: list[tuple[str, str]] = []
         """Method and path of every request that was answered."""
+        self.has_jobsets = False
+        """Whether the JobSet controller is installed."""
         self.failing = 0
         """How many of the next requests get a 500."""
         self.url = ""
@@ -105,11 +109,15 @@ class Cluster:
         """The object that answers a request. Raises Refused."""
         if path in ("/version", "/version/"):
             return VERSION
+        if path == f"/apis/{API}" and self.has_jobsets:
+            return {"kind": "APIResourceList", "apiVersion": "v1", "groupVersion": API, "resources": []}
         match = _PATH.match(path)
         if match is None:
             raise Refused(404, "NotFound", "the server could not find the requested resource")
         namespace, plural, name = match["namespace"] or "", match["plural"], match["name"]
         verb = _VERBS.get(method) or ("get" if name else "list")
+        if plural == "jobsets" and not self.has_jobsets:
+            raise Refused(404, "NotFound", "404 page not found")
         self._check_right(verb, plural, match["group"] or "", namespace)
         with self.objects.lock:
             if verb == "create":
@@ -149,7 +157,7 @@ class Cluster:
             raise Refused(422, "Invalid", f"metadata.name: Invalid value: {meta['name']!r}")
         if plural == "pods":
             body["status"] = {"phase": "Pending", "conditions": []}
-        made = self.objects.create(namespace, plural, body)
+        made = self.objects.create(namespace, plural, admitted(body) if plural == "jobsets" else body)
         if plural == "jobs":
             made["status"] = {}
         return made

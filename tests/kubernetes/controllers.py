@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import uuid
 
+from tests.kubernetes.jobset_controller import sync_jobset
 from tests.kubernetes.kubelet import Kubelet
 from tests.kubernetes.objects import Object, Objects, Refused, now, seconds_since
 
@@ -22,8 +23,10 @@ class Controllers:
         self._succeeded: dict[str, dict[str, int]] = {}
 
     def sync(self) -> None:
-        """Take one step with each Job and each object without owner."""
+        """Take one step with each JobSet, each Job and each object without owner."""
         with self.objects.lock:
+            for made in self.objects.all("jobsets"):
+                sync_jobset(self.objects, made)
             for job in self.objects.all("jobs"):
                 self._sync(job)
             for plural, orphan in list(self.objects.orphans()):
@@ -63,7 +66,12 @@ class Controllers:
             self._fail(job, active, "DeadlineExceeded", "Job was active longer than specified deadline")
         elif len(done) >= completions:
             self._end(job, "Complete", "CompletionsReached", "Reached expected number of succeeded pods")
-        elif not spec.get("suspend"):
+        elif spec.get("suspend"):
+            status.pop("startTime", None)
+            self._counted[meta["uid"]].update(pod["metadata"]["uid"] for pod in active)  # they have not failed
+            for pod in active:
+                self.kubelet.delete(pod, None)
+        else:
             status.setdefault("startTime", now())
             self._start_missing(job, active, completions)
 

@@ -18,9 +18,10 @@ from resources.experiment import load_experiment
 from tests.kubernetes.api_server import Cluster, serving
 from triplane_dagster.cli.app import app
 from triplane_dagster.doctor import cluster as checks
-from triplane_dagster.doctor.cluster_rights import RIGHTS
+from triplane_dagster.doctor.cluster_rights import JOBSET_RIGHTS, RIGHTS
 
 TINY = Path(__file__).parents[1] / "dagster" / "tiny.yaml"
+AS_JOBSET = load_experiment(TINY, ["placement.trainer.workload=jobset"])
 
 
 @pytest.fixture
@@ -46,12 +47,22 @@ def test_a_cluster_and_its_rights_are_found(cluster: Cluster) -> None:
     assert "is a folder of one machine" in found["store"]["found"]
 
 
-@pytest.mark.parametrize("right", RIGHTS, ids=str)
+@pytest.mark.parametrize("right", [*RIGHTS, *JOBSET_RIGHTS], ids=str)
 def test_a_missing_right_is_named_with_its_feature(cluster: Cluster, right: Any) -> None:
     kind = "/".join(filter(None, (right.resource, right.subresource)))
     cluster.forbidden.add((right.verb, kind))
-    found = checks.rights()
+    found = checks.rights([AS_JOBSET])
     assert found.state == "broken" and found.found == f"no right to {right}: {right.feature}"
+    if right in JOBSET_RIGHTS:
+        assert checks.rights([]).state == "ok", "no experiment needs it"
+
+
+def test_a_cluster_without_jobsets_is_told_if_an_experiment_trains_as_one(cluster: Cluster) -> None:
+    assert checks.jobsets([]).found == "no experiment asks for them"
+    found = checks.jobsets([AS_JOBSET])
+    assert found.state == "broken" and "does not know jobset.x-k8s.io/v1alpha2: tiny asks for it" in found.found
+    cluster.has_jobsets = True
+    assert checks.jobsets([AS_JOBSET]).state == "ok"
 
 
 def test_an_old_or_unreachable_api_server_is_told(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,6 +80,13 @@ def test_steps_hold_no_gpu_and_trainers_do() -> None:
             assert container["resources"]["limits"] == {"memory": "700Mi"}
 
 
+def test_a_trainer_of_an_experiment_with_jobsets_is_one() -> None:
+    planned = json.loads(dry_run("--json", "--set", "placement.trainer.workload=jobset"))
+    trainers = [each["manifest"] for each in planned if each["purpose"].startswith("trainer")]
+    assert len(trainers) == 2 and {each["kind"] for each in trainers} == {"JobSet"}
+    assert "Service" not in {each["manifest"]["kind"] for each in planned}, "the JobSet controller makes it"
+
+
 def test_without_an_image_one_line_says_which_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRIPLANE_KUBERNETES_IMAGE")
     done = CliRunner().invoke(app, ["iterate", "-e", str(TINY), "--on", "kubernetes", "--dry-run"])

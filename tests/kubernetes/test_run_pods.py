@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import dagster as dg
@@ -28,8 +29,9 @@ from kubernetes.client import (
 from tests.kubernetes.api_server import NAMESPACE, Cluster, serving
 from triplane_dagster.dead_runs import end_dead_runs
 from triplane_dagster.pod_faults import faults_of, pod_fault
-from triplane_dagster.private_dagster import WorkerStatus
+from triplane_dagster.private_dagster import CheckStepHealthResult, WorkerStatus
 from triplane_dagster.run_pods import RunPodLauncher
+from triplane_dagster.step_pods import _NamedFaults
 
 RUN = "11111111-2222-3333-4444-555555555555"
 
@@ -94,6 +96,74 @@ def test_a_run_whose_pod_died_before_it_began_ends_at_the_next_look(
         time.sleep(0.05)
     assert [run.run_id for run in instance.get_runs(dg.RunsFilter(statuses=[dg.DagsterRunStatus.FAILURE]))] == [RUN]
     assert end_dead_runs(instance) == []
+
+
+def unschedulable(name: str) -> dict[str, Any]:
+    made = job(name, "60")
+    made["spec"]["template"]["spec"]["containers"][0]["resources"] = {"limits": {"nvidia.com/gpu": "16"}}
+    return made
+
+
+def await_event(cluster: Cluster) -> None:
+    deadline = time.monotonic() + 30
+    while not cluster.objects.all("events"):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_run_whose_pod_finds_no_node_fails_with_the_words_of_the_scheduler(
+    cluster: Cluster, launcher: RunPodLauncher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    instance = launcher._instance
+    monkeypatch.setattr(type(instance), "run_launcher", property(lambda _: launcher))
+    instance.add_run(dg.DagsterRun(job_name="tiny_base", run_id=RUN))
+    instance.report_dagster_event(dg.DagsterEvent(dg.DagsterEventType.RUN_STARTING.value, "tiny_base"), RUN)
+    cluster.add("jobs", unschedulable(f"dagster-run-{RUN}"))
+    await_event(cluster)
+    assert end_dead_runs(instance) == [], "it has time"
+    monkeypatch.setattr(type(instance), "run_monitoring_start_timeout_seconds", property(lambda _: 0.5))
+    time.sleep(0.5)
+    assert end_dead_runs(instance) == [RUN] and cluster.jobs() == []
+    (entry,) = instance.all_logs(RUN, of_type=dg.DagsterEventType.RUN_FAILURE)
+    failed = entry.get_dagster_event()
+    assert "has no node: 0/1 nodes are available: 1 Insufficient nvidia.com/gpu" in (failed.message or "")
+
+
+class StepOf:
+    """What dagster-k8s' step handler knows of a step: its Job."""
+
+    def __init__(self, launcher: RunPodLauncher, name: str) -> None:
+        self._api_client, self._name = launcher._api_client, name
+
+    def _get_k8s_step_job_name(self, _: Any) -> str:
+        return self._name
+
+    def _get_container_context(self, _: Any) -> Any:
+        return SimpleNamespace(namespace=NAMESPACE)
+
+    def check_step_health(self, _: Any) -> CheckStepHealthResult:
+        return CheckStepHealthResult.healthy()
+
+
+def test_a_step_whose_pod_does_not_start_is_ended_in_the_words_of_the_cluster(
+    cluster: Cluster, launcher: RunPodLauncher
+) -> None:
+    context: Any = SimpleNamespace(instance=SimpleNamespace(run_monitoring_start_timeout_seconds=0.5))
+    cluster.controllers.pod_quota = 2
+    cluster.add("jobs", job("dagster-step-one", "60"))
+    cluster.await_pods(1)
+    cluster.add("jobs", unschedulable("dagster-step-two"))
+    await_event(cluster)
+    cluster.add("jobs", job("dagster-step-three", "60"))  # beyond the quota
+    handlers = {name: _NamedFaults(StepOf(launcher, f"dagster-step-{name}")) for name in ("one", "three", "two")}
+    said = {}
+    for _ in range(2):
+        said = {name: each.check_step_health(context) for name, each in handlers.items()}
+        time.sleep(0.6)
+    assert said["one"].is_healthy, "it runs"
+    assert "has no node: 0/1 nodes are available: 1 Insufficient nvidia.com/gpu" in said["two"].unhealthy_reason
+    assert "exceeded quota: pods" in said["three"].unhealthy_reason
+    assert [each["metadata"]["name"] for each in cluster.jobs()] == ["dagster-step-one"]
 
 
 def test_a_lost_run_pod_is_told_and_takes_its_steps_along(cluster: Cluster, launcher: RunPodLauncher) -> None:

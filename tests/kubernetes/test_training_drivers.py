@@ -72,6 +72,7 @@ def test_finished_job_of_a_killed_driver_is_read_and_not_repeated(cluster: Clust
     assert list(Path(kept_logs(open_store(store), key)).rglob("*.log"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ended_driver_deletes_its_job_and_keeps_its_logs(cluster: Cluster, tmp_path: Path, number: int) -> None:
     key, store = digest_of(["ended"]), str(tmp_path / "store")
@@ -100,6 +101,7 @@ def test_job_of_a_driver_whose_pod_is_moved_goes_on(
     assert len(messages) == 60 and created(cluster) == 1
 
 
+@pytest.mark.slow
 def test_two_drivers_share_one_job(cluster: Cluster, tmp_path: Path) -> None:
     key, store = digest_of(["shared"]), str(tmp_path / "store")
     drivers = [start_driver(key, store, talk(60)) for _ in range(2)]

@@ -36,8 +36,8 @@ def script(tmp_path: Path, text: str, **options: Any) -> Launch:
 
 
 def created(cluster: Cluster) -> int:
-    """How many Jobs were created."""
-    return sum(method == "POST" and path.endswith("/jobs") for method, path in cluster.requests)
+    """How many Jobs and JobSets were created by clients."""
+    return sum(method == "POST" and path.endswith(("/jobs", "/jobsets")) for method, path in cluster.requests)
 
 
 def meanwhile(cluster: Cluster, act: Callable[[dict[str, Any]], object], count: int = 1) -> threading.Thread:
@@ -203,8 +203,8 @@ def test_another_training_is_not_adopted(cluster: Cluster, tmp_path: Path) -> No
 
 
 def await_empty(cluster: Cluster) -> None:
-    """Wait until the cluster has no Job, pod or Service left."""
+    """Wait until the cluster has no JobSet, Job, pod or Service left."""
     deadline = time.monotonic() + 20
-    while cluster.jobs() or cluster.pods() or cluster.objects.all("services"):
+    while any(cluster.objects.all(plural) for plural in ("jobsets", "jobs", "pods", "services")):
         assert time.monotonic() < deadline, "something is left in the cluster"
         time.sleep(0.05)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Literal
 
 import boto3
 import pytest
@@ -42,7 +43,7 @@ def remote_world(s3: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyP
     return make_world(tmp_path, f"s3://{bucket}/store")
 
 
-def launch_of(job: SftJob, store: Store, nodes: int) -> Launch:
+def launch_of(job: SftJob, store: Store, nodes: int, workload: Literal["job", "jobset"] = "job") -> Launch:
     return Launch(
         [sys.executable, "-m", "trainer", "--job", job.model_dump_json()],
         nodes=nodes,
@@ -50,7 +51,7 @@ def launch_of(job: SftJob, store: Store, nodes: int) -> Launch:
         key=job.key,
         experiment="tiny",
         store=store,
-        placement=TrainerPlacement(start_timeout_s=60),
+        placement=TrainerPlacement(start_timeout_s=60, workload=workload),
         is_done=lambda: find_artifact(store, "checkpoint", job.key) is not None,
     )
 
@@ -70,6 +71,7 @@ def two_ranks(world: World, name: str, **config: object) -> SftJob:
 SHARDED = [pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp2", "deepspeed")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["torch", *SHARDED])
 def test_two_pods_train_the_checkpoint_of_two_local_ranks(world: World, cluster: Cluster, backend: str) -> None:
     here, job = (two_ranks(world, name).model_copy(update={"backend": backend}) for name in ("here", "pods"))
@@ -95,6 +97,14 @@ def test_two_pods_without_a_common_disk_train_the_checkpoint_of_two_local_ranks(
     local, remote = (find_artifact(store, "trainer_state", each.key) for each in (here, job))
     assert local is not None and remote is not None and local.ref.digest == remote.ref.digest
     assert len(list(cluster.kubelet.disk.iterdir())) == 2, "each pod wrote to a disk of its own"
+
+
+@pytest.mark.slow
+def test_the_pods_of_a_jobset_train_the_checkpoint_of_two_local_ranks(world: World, cluster: Cluster) -> None:
+    cluster.has_jobsets = True
+    here, job = (two_ranks(world, name) for name in ("here", "pods"))
+    messages = launch_as_job(launch_of(job, world.store, 2, "jobset"))
+    assert messages[-1]["result"]["checkpoint"]["digest"] == digest_here(here)
 
 
 def test_one_pod_reports_its_progress_and_its_result(world: World, cluster: Cluster) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
 from kubernetes import client
 
 from contracts.digests import digest_of
@@ -13,7 +14,7 @@ from contracts.store import open_store
 from ops.graph import BASE_POLICY
 from resources.errors import LaunchFailed
 from resources.experiment import Experiment, parse_experiment
-from resources.kubernetes.manifests import Attempt, job_manifest, job_name, service_manifest
+from resources.kubernetes.manifests import Attempt, job_name, service_manifest, training_manifest
 from resources.kubernetes.settings import ACCOUNT, ENVIRONMENT, IMAGE, RELEASE, read_settings
 from resources.launch import Launch
 from resources.placement import Toleration, TrainerPlacement
@@ -34,7 +35,7 @@ def launch_of(**options: object) -> Launch:
 
 def manifest_of(launch: Launch) -> dict[str, object]:
     attempt = Attempt(2, "triplane-pipes/one", "run", {"DAGSTER_PIPES_CONTEXT": "x"}, 29400)
-    return job_manifest(launch, read_settings(SETTINGS), "triplane", attempt)
+    return training_manifest(launch, read_settings(SETTINGS), "triplane", attempt)
 
 
 def test_processes_on_several_nodes_have_the_keys_of_processes_on_one() -> None:
@@ -117,6 +118,40 @@ def test_manifests_have_only_fields_of_the_api() -> None:
     for kind, made in ((client.V1Job, job), (client.V1Service, service_manifest(job))):
         read = api._ApiClient__deserialize(made, kind)
         assert api.sanitize_for_serialization(read) == made
+
+
+def as_jobset(**options: object) -> dict[str, object]:
+    return manifest_of(launch_of(nodes=2, gpus=1, placement=TrainerPlacement(workload="jobset", **options)))  # type: ignore[arg-type]
+
+
+def test_jobset_is_the_job_with_one_name_and_a_queue_of_its_own() -> None:
+    job = manifest_of(launch_of(nodes=2, gpus=1, placement=TrainerPlacement(queue="night")))
+    whole = as_jobset(queue="night")
+    assert whole["metadata"] == job["metadata"]
+    spec = whole["spec"]
+    assert isinstance(spec, dict) and spec["suspend"] is True and spec["ttlSecondsAfterFinished"] == 3600
+    assert "failurePolicy" not in spec, "the launcher decides about restarts"
+    (replicated,) = spec["replicatedJobs"]
+    assert replicated["replicas"] == 1
+    own, alone = replicated["template"]["spec"], job["spec"]
+    assert isinstance(alone, dict)
+    assert {**own, "suspend": True, "ttlSecondsAfterFinished": 3600, "template": 0} == {**alone, "template": 0}
+    pods, of_job = ({each["name"]: each for each in template["template"]["spec"]["containers"][0]["env"]}
+                    for template in (own, alone))  # fmt: skip
+    name = job_name(KEY)
+    assert pods.pop("MASTER_ADDR")["value"] == f"{name}-trainer-0-0.{name}"
+    del of_job["MASTER_ADDR"]
+    assert pods == of_job and own["template"]["metadata"] == alone["template"]["metadata"]
+
+
+def test_jobset_has_only_fields_of_the_published_api() -> None:
+    tolerations = (Toleration(key="gpu"),)
+    for made in (as_jobset(tolerations=tolerations), as_jobset(queue="night", priority_class="training")):
+        read = JobsetV1alpha2JobSet.from_dict(made)
+        assert read is not None and read.to_dict() == made
+    made["spec"]["replicatedJobs"][0]["template"]["spec"]["misspelled"] = True  # type: ignore[index]
+    read = JobsetV1alpha2JobSet.from_dict(made)
+    assert read is not None and read.to_dict() != made
 
 
 def test_malformed_settings_name_the_variable() -> None:

@@ -44,6 +44,7 @@ def _validate(tasks: list[Task], address: str) -> tuple[ValidationReport, list[t
     return asyncio.run(run()), seen
 
 
+@pytest.mark.slow
 def test_a_built_suite_is_sound_and_for_each_family_three_cheats_and_all_other_operations_score_0(
     suite: Artifact,
 ) -> None:

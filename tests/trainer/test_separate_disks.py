@@ -32,7 +32,7 @@ from trainer.nodes import NODE_INDEX, NODES, RENDEZVOUS_S
 from trainer.run import run_job
 
 ZERO3 = {"backend": "deepspeed", "zero_stage": 3}
-BACKENDS = [pytest.param(FSDP2, id="fsdp2"), pytest.param(ZERO3, id="zero3", marks=pytest.mark.slow)]
+BACKENDS = [pytest.param(FSDP2, id="fsdp2"), pytest.param(ZERO3, id="zero3")]
 SNAPSHOTS = {"max_steps": 6, "evaluate_every": 3, "snapshot_every": 2}
 
 
@@ -43,7 +43,7 @@ def can_separate() -> bool:
         return False
 
 
-pytestmark = pytest.mark.skipif(not can_separate(), reason="needs mount namespaces")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not can_separate(), reason="needs mount namespaces")]
 
 
 @pytest.fixture(scope="module")
@@ -179,13 +179,13 @@ def test_an_iteration_on_two_machines_gives_the_digests_of_one(
 
 
 KILLS = [
-    pytest.param(0, "rank-part-stored:1", id="rank 0 in its first snapshot", marks=pytest.mark.slow),
-    pytest.param(1, "rank-part-stored:1", id="rank 1 in its first snapshot", marks=pytest.mark.slow),
-    pytest.param(0, "rank-part-stored:2", id="rank 0 in its second snapshot", marks=pytest.mark.slow),
+    pytest.param(0, "rank-part-stored:1", id="rank 0 in its first snapshot"),
+    pytest.param(1, "rank-part-stored:1", id="rank 1 in its first snapshot"),
+    pytest.param(0, "rank-part-stored:2", id="rank 0 in its second snapshot"),
     pytest.param(1, "rank-part-stored:3", id="rank 1 in its trainer state"),
-    pytest.param(0, "rank-part-stored:4", id="rank 0 in its checkpoint", marks=pytest.mark.slow),
-    pytest.param(1, "rank-part-stored:4", id="rank 1 in its checkpoint", marks=pytest.mark.slow),
-    pytest.param(0, "ranks-gathered:1", id="rank 0 before its first commit", marks=pytest.mark.slow),
+    pytest.param(0, "rank-part-stored:4", id="rank 0 in its checkpoint"),
+    pytest.param(1, "rank-part-stored:4", id="rank 1 in its checkpoint"),
+    pytest.param(0, "ranks-gathered:1", id="rank 0 before its first commit"),
 ]
 
 

@@ -71,6 +71,7 @@ async def reached(condition: Callable[[], bool], timeout_s: float = 30) -> None:
         await asyncio.sleep(0.05)
 
 
+@pytest.mark.slow
 async def test_calls_are_spread_and_turns_of_an_episode_stay_on_its_server(
     servers: list[StubServer], policies: Policies
 ) -> None:
@@ -263,6 +264,7 @@ async def test_sleeping_fleet_wakes_with_the_next_policy(servers: list[StubServe
     await engine.close()
 
 
+@pytest.mark.slow
 async def test_clients_of_one_policy_that_start_at_once_let_each_other_finish(
     servers: list[StubServer], policies: Policies
 ) -> None:

@@ -16,6 +16,8 @@ from triplane_dagster.cli.output import console, print_json, print_rows
 from triplane_dagster.cli.quiet import quiet_dagster
 
 if TYPE_CHECKING:
+    from dagster import DagsterInstance
+
     from resources.experiment import Experiment
 
 
@@ -104,21 +106,29 @@ def _run(experiment: Experiment, count: int) -> list[str]:
     """Run `count` iterations with progress bars. Returns the partition keys with a decision."""
     if not count:
         return []
-    _warn_of_other_request(experiment)  # also reports an unusable store before seconds of imports
     with stoppable() as interruption:
         from triplane_dagster.cli.bars import Bars
         from triplane_dagster.run import open_instance
         from triplane_dagster.sequence import run_iterations
 
-        with Bars(side_by_side=experiment.off_policy.overlap) as bars, quiet_dagster(), open_instance() as instance:
-            return run_iterations(experiment, count, instance, bars, interruption.check)
+        with quiet_dagster(), open_instance() as instance:
+            warn_of_other_request(experiment, instance)
+            with Bars(side_by_side=experiment.off_policy.overlap) as bars:
+                return run_iterations(experiment, count, instance, bars, interruption.check)
 
 
-def _warn_of_other_request(experiment: Experiment) -> None:
-    """Warn on stderr that the command replaces a request of `NAME_train`."""
+def warn_of_other_request(experiment: Experiment, instance: DagsterInstance) -> None:
+    """Warn on stderr that the command replaces a request of `NAME_train`.
+
+    Raises ExperimentBusy while a run of the experiment is at work: then nothing is replaced.
+    """
+    from triplane_dagster.dead_runs import end_dead_runs
     from triplane_dagster.targets import unfinished_target
+    from triplane_dagster.unfinished import require_idle
 
     target = unfinished_target(open_store(), experiment)
+    end_dead_runs(instance)
+    require_idle(instance, experiment)
     if target is not None and target.by == "dagster":
         typer.echo(
             f"warning: this command replaces the request of {experiment.name}_train for {target} ({target.reason})",

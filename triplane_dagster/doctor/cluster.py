@@ -18,7 +18,8 @@ from urllib.parse import urlsplit
 
 from contracts import kubernetes_client
 from contracts.kubernetes_client import namespace
-from triplane_dagster.doctor.cluster_rights import RIGHTS, Right
+from resources.kubernetes.manifests import JOBSETS
+from triplane_dagster.doctor.cluster_rights import JOBSET_RIGHTS, RIGHTS, Right
 from triplane_dagster.doctor.findings import Check, Finding, broken, missing, ok, one_line
 from triplane_dagster.doctor.services import STORE_S, store
 
@@ -46,11 +47,12 @@ def checks(experiments: Sequence[Experiment]) -> list[Check]:
     """Checks of the cluster that $KUBECONFIG names, or that this process runs in."""
     return [
         Check("API server", "everything", api_server, required=True),
-        Check("rights", "runs, steps, trainers", rights, required=True),
+        Check("rights", "runs, steps, trainers", partial(rights, experiments), required=True),
         Check("settings", "pods", settings, required=True),
         Check("store", "artifacts of all pods", shared_store, required=True, timeout_s=STORE_S),
         Check("clock", "S3, leases", clock, required=True),
         Check("names of services", "pods", names, required=True),
+        Check("JobSets", "trainers of experiments", partial(jobsets, experiments)),
         Check("classes", "placement of experiments", partial(classes, experiments)),
         Check("GPUs", "trainers of experiments", partial(gpus, experiments)),
     ]
@@ -71,16 +73,41 @@ def api_server() -> Finding:
     return ok(said)
 
 
-def rights() -> Finding:
+def rights(experiments: Sequence[Experiment]) -> Finding:
     """Ask for each right of the chart's role; name those that lack, with the feature that needs them."""
     from kubernetes import client as kube
 
     api, place = kube.AuthorizationV1Api(kubernetes_client.connect()), namespace()
-    lacking = [right for right in RIGHTS if not _allowed(api, place, right)]
+    wanted = [*RIGHTS, *(JOBSET_RIGHTS if _with_jobsets(experiments) else ())]
+    lacking = [right for right in wanted if not _allowed(api, place, right)]
     if lacking:
         said = "; ".join(f"no right to {right}: {right.feature}" for right in lacking)
-        return broken(one_line(said, 1000), f"grant them to this account in the namespace {place} (the chart's Role)")
-    return ok(f"all {len(RIGHTS)} of the chart's Role in {place}")
+        role = "the chart's Role; for jobsets its value trainer.jobset"
+        return broken(one_line(said, 1000), f"grant them to this account in the namespace {place} ({role})")
+    return ok(f"all {len(wanted)} of the chart's Role in {place}")
+
+
+def jobsets(experiments: Sequence[Experiment]) -> Finding:
+    """Check that the cluster knows JobSets if an experiment trains as one."""
+    from kubernetes import client as kube
+    from kubernetes.client import ApiException
+
+    named = _with_jobsets(experiments)
+    if not named:
+        return ok("no experiment asks for them")
+    group, version = JOBSETS.split("/")
+    try:
+        kube.CustomObjectsApi(kubernetes_client.connect()).get_api_resources(group, version, _request_timeout=TIMEOUT_S)
+    except ApiException as error:
+        if error.status != 404:
+            raise
+        fix = "install the JobSet controller, or set placement.trainer.workload to job"
+        return broken(f"the cluster does not know {JOBSETS}: {', '.join(named)} asks for it", fix)
+    return ok(f"{JOBSETS}, for {', '.join(named)}")
+
+
+def _with_jobsets(experiments: Sequence[Experiment]) -> list[str]:
+    return [each.name for each in experiments if each.placement.trainer.workload == "jobset"]
 
 
 def _allowed(api: Any, place: str, right: Right) -> bool:

@@ -1,5 +1,5 @@
 """Rights of Dagster's pods in their namespace, each with the feature that fails without it. The chart's Role has these
-and no others.
+and no others; with `trainer.jobset`, those on JobSets, too.
 """
 
 from __future__ import annotations
@@ -38,4 +38,14 @@ RIGHTS = (
     Right("create", "services", "trainers of several nodes"),
     Right("get", "services", "trainers of several nodes"),
     Right("delete", "services", "removing services that a trainer left"),
+)
+
+JOBSET_RIGHTS = tuple(
+    Right(verb, "jobsets", feature, "jobset.x-k8s.io")
+    for verb, feature in {
+        "create": "launching trainers as JobSets (placement.trainer.workload)",
+        "get": "adopting a trainer that a killed step left",
+        "list": "finding trainers without owner",
+        "delete": "terminating trainers",
+    }.items()
 )

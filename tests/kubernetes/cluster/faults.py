@@ -61,7 +61,7 @@ def _signal(pids: Iterator[int] | list[int], number: int) -> None:
 
 
 def _named(program: str) -> list[int]:
-    found = subprocess.run(["pgrep", "-f", program], capture_output=True, text=True)
+    found = subprocess.run(["pgrep", "-f", rf"^(\S*/)?{program} "], capture_output=True, text=True)
     return [int(pid) for pid in found.stdout.split()]
 
 
@@ -123,9 +123,7 @@ def drain(world: World, dice: random.Random) -> str | None:
 
 def api_server_down(world: World, dice: random.Random) -> str | None:
     """Stop the API server for a while: requests hang."""
-    pids = [
-        int(pid) for pid in subprocess.run(["pgrep", "-f", "bin/kube-apiserver"], capture_output=True).stdout.split()
-    ]
+    pids = _named("kube-apiserver")
     if not pids:
         return None
     _signal(pids, signal.SIGSTOP)
@@ -151,7 +149,7 @@ def s3_down(world: World, dice: random.Random) -> str | None:
 def kubelet_killed(world: World, dice: random.Random) -> str | None:
     """Kill a kubelet and start it again."""
     repair = os.environ.get(REPAIR)
-    pids = _named("bin/kubelet")
+    pids = _named("kubelet")
     if not repair or not pids:
         return None
     pid = dice.choice(pids)

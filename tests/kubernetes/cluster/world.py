@@ -7,10 +7,12 @@ import pwd
 import subprocess
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
 import yaml
 
 from tests.deploy.render_chart import CHART, merged, render
@@ -195,12 +197,13 @@ class World:
         )
 
     def wait(self, what: str, done: Callable[[], Any], patience_s: float = PATIENCE_S) -> Any:
-        """Wait until `done` returns something true, and return it."""
+        """Wait until `done` returns something true, and return it. The web server may be away meanwhile."""
         deadline = time.monotonic() + patience_s
         while time.monotonic() < deadline:
-            found = done()
-            if found:
-                return found
+            with suppress(httpx.TransportError):
+                found = done()
+                if found:
+                    return found
             time.sleep(1)
         raise AssertionError(f"{what}: not after {patience_s:g} s\n{self.why()}")
 
