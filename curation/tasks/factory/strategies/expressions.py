@@ -232,16 +232,16 @@ def _is_text(node: ast.expr) -> bool:
     return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, (str, bytes)))
 
 
-EXPRESSIONS: tuple[tuple[type[ast.AST], tuple[Operator, ...]], ...] = (
-    (ast.Compare, (change_comparison, reverse_comparison)),
-    (ast.BinOp, (change_operator, swap_operands, drop_operand)),
-    (ast.BoolOp, (change_logic, drop_condition)),
-    (ast.UnaryOp, (drop_not,)),
-    (ast.Constant, (change_number, change_text, change_constant)),
-    (ast.Call, (drop_argument, argument_none, swap_arguments, unwrap_call, change_method)),
-    (ast.IfExp, (swap_branches,)),
-    (ast.comprehension, (drop_filter,)),
-    (ast.Slice, (change_slice,)),
-    (ast.Lambda, (lambda_none,)),
+EXPRESSIONS: tuple[tuple[tuple[type[ast.AST], ...], tuple[Operator, ...]], ...] = (
+    ((ast.Compare,), (change_comparison, reverse_comparison)),
+    ((ast.BinOp,), (change_operator, swap_operands, drop_operand)),
+    ((ast.BoolOp,), (change_logic, drop_condition)),
+    ((ast.UnaryOp,), (drop_not,)),
+    ((ast.Constant,), (change_number, change_text, change_constant)),
+    ((ast.Call,), (drop_argument, argument_none, swap_arguments, unwrap_call, change_method)),
+    ((ast.IfExp,), (swap_branches,)),
+    ((ast.comprehension,), (drop_filter,)),
+    ((ast.Slice,), (change_slice,)),
+    ((ast.Lambda,), (lambda_none,)),
 )
 """Operators by the kind of node that they change."""
