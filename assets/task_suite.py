@@ -5,7 +5,7 @@ nothing.
 import dagster as dg
 
 from assets.naming import check, declared, define
-from contracts.tasks import Split
+from contracts.artifacts import Artifact
 from ops.graph import TASK_SUITE
 from ops.results import Materialized, markdown_table, numbers, result, table_facts
 from ops.step import begin
@@ -16,6 +16,8 @@ from resources.sandboxes import SandboxesResource
 from resources.store import StoreResource
 
 CHECK = "every_split_has_tasks"
+CARD = "card.json"
+"""File of a suite that `triplane tasks make` made."""
 
 
 def build(experiment: Experiment) -> dg.AssetsDefinition:
@@ -40,15 +42,29 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
         suite = make_suite(begin(context, experiment, spec, store.open(), progress), sandboxes)
         table = suite.table("tasks.parquet", columns=["task_id", "family", "split", "instruction"])
         splits = suite.meta["splits"]
-        passed = all(splits.get(split.value, 0) > 0 for split in Split)
+        passed = all(splits.values())
         stride = max(1, table.num_rows // 12)
         metadata = {
             "samples": markdown_table(table.to_pylist()[::stride][:12]),
             **table_facts(suite.table("tasks.parquet")),
             **numbers({f"tasks {split}": count for split, count in splits.items()}),
+            **_yields(suite),
         }
         return result(
             suite, metadata, [dg.AssetCheckResult(check_name=CHECK, passed=passed, metadata={"splits": splits})]
         )
 
     return task_suite
+
+
+def _yields(suite: Artifact) -> dict[str, dg.MetadataValue]:
+    """What the strategies of a made suite gave, and why candidates were left out; nothing for other suites."""
+    if CARD not in suite.names():
+        return {}
+    card = suite.json(CARD)
+    strategies = [{"strategy": name, **counts} for name, counts in card["strategies"].items()]
+    left_out = [{"reason": reason, "candidates": count} for reason, count in card["left_out"].items()]
+    unused = [{"test": test, "cause": cause[:200]} for test, cause in card["tests"]["unused"].items()]
+    tables = {"yields": strategies, "left out": left_out, "unused tests": unused[:50]}
+    texts = {"source": dg.MetadataValue.text(card["source"]), "licence": dg.MetadataValue.text(card["licence"])}
+    return texts | {name: markdown_table(rows) for name, rows in tables.items() if rows}

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from dataclasses import asdict, dataclass
+import shlex
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from functools import cached_property
 from typing import Any, Self
@@ -11,6 +14,9 @@ from typing import Any, Self
 import pyarrow as pa
 
 from contracts.digests import digest_of, sha256
+
+WORKSPACE = "/workspace"
+"""Directory of a task's files in a sandbox."""
 
 
 class Split(StrEnum):
@@ -43,8 +49,48 @@ deliverables. `checks` is canonical JSON, or null if none are proven; older suit
 """
 
 
-_DELIVERABLES = "artifacts"
-"""Key of the deliverables in `meta` of stored suites."""
+_DELIVERABLES, _ENVIRONMENT = "artifacts", "environment"
+"""Keys of the deliverables and of the environment in `meta` of stored suites."""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Packages, test settings and limits of a task; the defaults are those of tasks without an environment."""
+
+    runtime: str = ""
+    """Digest of the packages that agent and tests see (contracts/runtimes.py); empty: those of the envd server."""
+    plugins: tuple[str, ...] = ()
+    """Modules of the runtime that pytest loads as plugins."""
+    ini: tuple[tuple[str, str], ...] = ()
+    """Keys of pytest's configuration and their values, sorted."""
+    timeout_s: float | None = None
+    """Deadline of one run of the hidden tests, in seconds; None: the verifier's."""
+    memory_mb: int | None = None
+    """Memory of a verifying sandbox, in MiB; None: the verifier's."""
+
+    def to_values(self) -> dict[str, Any]:
+        """What differs from the defaults, for JSON."""
+        return {
+            name: dict(value) if name == "ini" else list(value) if name == "plugins" else value
+            for name, value in vars(self).items()
+            if value
+        }
+
+    @classmethod
+    def from_values(cls, found: dict[str, Any]) -> Self:
+        """Environment from `to_values`. Raises TypeError for other values."""
+        return cls(
+            **found | {"plugins": tuple(found.get("plugins", ())), "ini": tuple(sorted(found.get("ini", {}).items()))},
+        )
+
+    def variables(self, files: Mapping[str, bytes]) -> dict[str, str]:
+        """Environment variables by which an agent's commands run the tests of these files as verdicts do."""
+        if not self.runtime:
+            return {}
+        roots = [f"{WORKSPACE}/src", WORKSPACE] if any(path.startswith("src/") for path in files) else [WORKSPACE]
+        options = [*(f"-p {name}" for name in self.plugins), *(f"-o {key}={value}" for key, value in self.ini)]
+        words = shlex.join(word for option in options for word in option.split(" ", 1))
+        return {"PYTHONPATH": ":".join(roots)} | ({"PYTEST_ADDOPTS": words} if words else {})
 
 
 @dataclass(frozen=True)
@@ -194,6 +240,10 @@ class Task:
     """Decoys and observations of the hidden tests, proven when the suite was built; None: the verifier makes and proves
     them.
     """
+    environment: Environment = Environment()
+    """What agent and tests run in."""
+    base: Mapping[str, bytes] | None = field(default=None, compare=False, repr=False)
+    """Files that many tasks share; `files` is stored as an overlay on them (contracts/suites.py). None: as a whole."""
 
     @cached_property
     def files_digest(self) -> str:
@@ -213,13 +263,18 @@ class Task:
                 sha256(self.reference_diff),
                 *([list(self.deliverables)] if self.deliverables else []),
                 *([self.checks.to_json()] if self.checks else []),
+                *([self.environment.to_values()] if self.environment.to_values() else []),
             ]
         )
 
 
-def files_digest(files: dict[str, bytes]) -> str:
+def files_digest(files: Mapping[str, bytes]) -> str:
     """Digest of a tree of files: H over the sorted (path, SHA-256) pairs."""
-    return digest_of([[path, sha256(files[path])] for path in sorted(files)])
+    return digest_of([[path, _sha256(files[path])] for path in sorted(files)])
+
+
+_sha256 = functools.lru_cache(maxsize=4096)(sha256)
+"""Tasks share most of their files."""
 
 
 def tasks_table(tasks: list[Task]) -> pa.Table:
@@ -257,6 +312,7 @@ def read_tasks(table: pa.Table) -> list[Task]:
             tests=tuple(row["tests"]),
             reference_diff=row["reference_diff"],
             deliverables=tuple(meta.pop(_DELIVERABLES, ())),
+            environment=Environment.from_values(meta.pop(_ENVIRONMENT, {})),
             meta=meta,
             checks=Checks.from_json(row["checks"]) if row.get("checks") else None,
         )
@@ -266,11 +322,13 @@ def read_tasks(table: pa.Table) -> list[Task]:
 
 
 def _meta_row(task: Task) -> str:
-    """Metadata of a task with its deliverables.
+    """Metadata of a task with its deliverables and environment.
 
-    Deliverables have no column of their own, which would change the digest of all suites.
+    These have no columns of their own, which would change the digest of all suites.
     """
-    declared = {_DELIVERABLES: list(task.deliverables)} if task.deliverables else {}
+    declared: dict[str, Any] = {_DELIVERABLES: list(task.deliverables)} if task.deliverables else {}
+    if task.environment.to_values():
+        declared[_ENVIRONMENT] = task.environment.to_values()
     return json.dumps(task.meta | declared, sort_keys=True)
 
 

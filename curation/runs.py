@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
-from contracts.errors import InfraFault, TriplaneError
+from contracts.errors import ArtifactMissing, InfraFault, TriplaneError
 from contracts.retries import backoff_s
+from contracts.runtimes import runtime_archive
+from contracts.store import Store
 from contracts.tasks import Task
 from curation.paths import changed_paths
 from envd.client import Limits, SandboxClient, ServerLost, VerifyResult
 
 LIMITS = Limits()
-"""Limits of every verifying sandbox. Fixed, since memory and processes affect outcomes; covered by VERIFIER_VERSION."""
+"""Limits of every verifying sandbox, unless its task names its memory. Fixed, since memory and processes affect
+outcomes; covered by VERIFIER_VERSION.
+"""
 
 ATTEMPTS = 4
 BACKOFF_S = 0.25
@@ -33,8 +39,12 @@ class Ungradable(Exception):
 class Runs:
     """Runs of a task's hidden tests, or of variants, in sandboxes."""
 
-    def __init__(self, client: SandboxClient, timeout_s: float) -> None:
-        self._client, self._timeout_s = client, timeout_s
+    def __init__(self, client: SandboxClient, timeout_s: float, store: Store | None = None) -> None:
+        """timeout_s: of tasks that name none. store: has the runtimes of tasks."""
+        self._client, self._timeout_s, self._store = client, timeout_s, store
+        self._archives: dict[str, Path] = {}
+        self._sent: set[str] = set()
+        """Runtimes that the server was sent."""
         self._templates: dict[str, str] = {}
         self.count = 0
         """Number of runs that envd completed."""
@@ -44,7 +54,8 @@ class Runs:
     ) -> VerifyResult:
         """Run the named tests on a final state in a new sandbox. hidden, tests: replace the task's.
 
-        Raises InfraFault if envd keeps failing, Ungradable if it fails on this state alone.
+        Raises InfraFault if envd keeps failing, Ungradable if it fails on this state alone, ArtifactMissing without the
+        task's runtime.
         """
         fault: TriplaneError | None = None
         for attempt in range(ATTEMPTS):
@@ -54,7 +65,10 @@ class Runs:
             controlled = attempt >= BLAMED_AFTER and bool(diff) and await self._control(task)
             try:
                 return await self._once(task, diff, hidden, tests)
+            except ArtifactMissing:
+                raise  # of the task's runtime
             except TriplaneError as error:
+                self._sent.discard(task.environment.runtime)
                 self._templates.pop(task.files_digest, None)  # a restarted server may have lost the template
                 fault = error
                 # of several servers one may be lost right after its control; twice in a row it is the state
@@ -64,6 +78,16 @@ class Runs:
             f"task {task.task_id} could not be verified in {ATTEMPTS} attempts ({fault}): check the envd server, then"
             " run the same step again"
         ) from fault
+
+    async def provide(self, task: Task) -> None:
+        """Send the server the task's runtime, if it has one that was not sent yet. Raises ArtifactMissing."""
+        runtime = task.environment.runtime
+        if not runtime or runtime in self._sent:
+            return
+        if runtime not in self._archives:
+            self._archives[runtime] = await asyncio.to_thread(runtime_archive, self._store, runtime)
+        await self._client.put_runtime(runtime, self._archives[runtime])
+        self._sent.add(runtime)
 
     async def tell(self, task: Task, findings: Sequence[str]) -> None:
         """Record findings in the server's audit log.
@@ -86,17 +110,21 @@ class Runs:
     async def _once(
         self, task: Task, diff: bytes, hidden: Mapping[str, bytes] | None, tests: Sequence[str] | None
     ) -> VerifyResult:
-        template = await self._template(task)
+        template, environment = await self._template(task), task.environment
+        await self.provide(task)
         self.count += 1
         return await self._client.verify(
             template,
             diff,
             task.hidden_files if hidden is None else hidden,
             task.tests if tests is None else tests,
-            limits=LIMITS,
-            timeout_s=self._timeout_s,
+            limits=dataclasses.replace(LIMITS, memory_mb=environment.memory_mb or LIMITS.memory_mb),
+            timeout_s=environment.timeout_s or self._timeout_s,
             artifacts=task.deliverables,
             product=changed_paths(task.reference_diff),
+            runtime=environment.runtime,
+            plugins=environment.plugins,
+            ini=dict(environment.ini),
         )
 
     async def _template(self, task: Task) -> str:

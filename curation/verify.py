@@ -190,9 +190,10 @@ class _Beside:
 class Verifier:
     """Grades final states through one envd server, with a cache in memory and in `store` (None: memory only).
 
-    concurrency: verifications in flight at once. timeout_s: per run of a task's hidden tests; a verdict of timed_out
-    depends on the clock, so it is tried twice and never cached. eager: start all runs of a verdict at once if no other
-    verdict is in progress: less time, but more work for a state that fails.
+    concurrency: verifications in flight at once. timeout_s: per run of the hidden tests, unless the task names it; a
+    verdict of timed_out depends on the clock, so it is tried twice and never cached. eager: start all runs of a verdict
+    at once if no other verdict is in progress: less time, but more work for a state that fails. runtimes: has the
+    tasks' runtimes, if `store` does not.
     """
 
     def __init__(
@@ -203,8 +204,9 @@ class Verifier:
         concurrency: int = 32,
         timeout_s: float = 10,
         eager: bool = True,
+        runtimes: Store | None = None,
     ) -> None:
-        self._runs, self._store = Runs(client, timeout_s), store
+        self._runs, self._store = Runs(client, timeout_s, runtimes or store), store
         self._slots = asyncio.Semaphore(concurrency)
         # one per slot: a remote store answers in tens of milliseconds
         self._readers = ThreadPoolExecutor(concurrency, "verdicts")
@@ -218,6 +220,10 @@ class Verifier:
     def runs(self) -> int:
         """Number of test runs that envd completed."""
         return self._runs.count
+
+    async def provide(self, task: Task) -> None:
+        """Send the server a task's runtime, which its sandboxes need. Raises ArtifactMissing."""
+        await self._runs.provide(task)
 
     async def grade(self, task: Task, diff: bytes) -> Verdict:
         """Verdict on `diff` applied to the task's repository.

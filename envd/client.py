@@ -16,6 +16,7 @@ import asyncio
 import json
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast
 
@@ -60,6 +61,9 @@ __all__ = [
     "VerifyResult",
 ]
 
+_PIECE = 4 << 20
+_RUNTIME_S = 900.0
+"""Bytes of a runtime in one message, and how long the last one may take: the server compiles the packages then."""
 _ENDING_S = 10.0
 """Longest that a client's end waits for sandboxes that nobody wants any more."""
 
@@ -79,6 +83,7 @@ class SandboxClient:
         self.address = default_address() if address is None else address
         self.caller = Caller(self.address, Access.found(self.address) if access is None else access)
         self._ending: set[asyncio.Future[None]] = set()
+        self._sending: dict[str, asyncio.Future[None]] = {}
 
     async def __aenter__(self) -> Self:
         self._open(self.caller.open())
@@ -103,6 +108,23 @@ class SandboxClient:
         """
         return cast(str, (await self.ask("sandboxes.PutTemplate", pb.PutTemplateRequest(files=dict(files)))).digest)
 
+    async def put_runtime(self, digest: str, archive: Path) -> None:
+        """Store a runtime, an uncompressed tar of plain files with this SHA-256. Idempotent; can be resumed."""
+        sending = self._sending.get(digest)
+        if sending is None:
+            sending = self._sending[digest] = asyncio.ensure_future(self._send_runtime(digest, archive))
+            sending.add_done_callback(lambda _: self._sending.pop(digest, None))
+        await asyncio.shield(sending)  # others may wait for it too
+
+    async def _send_runtime(self, digest: str, archive: Path) -> None:
+        size, at, data = archive.stat().st_size, 0, b""
+        while True:
+            request = pb.PutRuntimeRequest(digest=digest, size=size, offset=at, data=data)
+            at = (await self.ask("sandboxes.PutRuntime", request, _RUNTIME_S)).received
+            if at >= size:
+                return
+            data = await asyncio.to_thread(_piece, archive, at)
+
     async def create(
         self,
         template: str,
@@ -112,16 +134,18 @@ class SandboxClient:
         labels: Mapping[str, str] | None = None,
         backend: str = "",
         rules: str = "",
+        runtime: str = "",
         idempotency_key: str | None = None,
         timeout_s: float = RPC_GRACE_S,
     ) -> Sandbox:
         """Start a sandbox with its own copy of the template's workspace; it answers calls when this returns.
 
         limits: None for the server's defaults. backend: empty for the server's choice. rules: YAML, within the
-        server's own. idempotency_key: a retry with the same one gets the same sandbox. Cancelled without one, it ends
+        server's own. runtime: digest of packages in place of the server's own, see `put_runtime`. idempotency_key: a
+        retry with the same one gets the same sandbox. Cancelled without one, it ends
         what the server still makes. timeout_s: pods that pull their image take minutes.
         """
-        request = create_request(template, limits, env, labels, backend, rules)
+        request = create_request(template, limits, env, labels, backend, rules, runtime)
         if idempotency_key is not None:  # a retry may want it
             return self._made(await self.ask("sandboxes.Create", request, timeout_s, idempotency_key))
         return await self._wanted(self.ask("sandboxes.Create", request, timeout_s))
@@ -143,6 +167,9 @@ class SandboxClient:
         product: Sequence[str] = (),
         backend: str = "",
         rules: str = "",
+        runtime: str = "",
+        plugins: Sequence[str] = (),
+        ini: Mapping[str, str] | None = None,
     ) -> VerifyResult:
         """Run the named tests (pytest node ids) on the template with `diff` applied, in a fresh sandbox.
 
@@ -151,7 +178,7 @@ class SandboxClient:
         deadline. artifacts: patterns as in `Export`; what else the diff touches does not count, and `tampering` names
         it. product: paths that solutions change; other files of the template that look like helpers of its tests are
         restored. backend, rules: as in `create`; without both, what a sandbox that names none runs on. The result says
-        which it was.
+        which it was. runtime: as in `create`. plugins, ini: modules that pytest loads as plugins, and its settings.
         """
         request = pb.VerifyRequest(
             template=template,
@@ -164,6 +191,9 @@ class SandboxClient:
             product=product,
             backend=backend,
             policy_yaml=rules,
+            runtime=runtime,
+            plugins=plugins,
+            ini=dict(ini or {}),
         )
         reply = None
         while reply is None:
@@ -296,6 +326,7 @@ def create_request(
     labels: Mapping[str, str] | None,
     backend: str,
     rules: str,
+    runtime: str = "",
 ) -> pb.CreateRequest:
     """A request to create a sandbox, with the arguments of `SandboxClient.create`."""
     return pb.CreateRequest(
@@ -305,7 +336,14 @@ def create_request(
         labels=dict(labels or {}),
         backend=backend,
         policy_yaml=rules,
+        runtime=runtime,
     )
+
+
+def _piece(archive: Path, at: int) -> bytes:
+    with archive.open("rb") as file:
+        file.seek(at)
+        return file.read(_PIECE)
 
 
 def _flat(arguments: Mapping[str, Any]) -> dict[str, Any]:

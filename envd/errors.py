@@ -18,6 +18,10 @@ class TemplateError(EnvdError):
     """A template that can't be stored, or that the server does not have."""
 
 
+class RuntimeMissing(TemplateError):
+    """A runtime that the server does not have."""
+
+
 class SandboxGone(EnvdError):
     """The sandbox does not exist any more: finished, crashed, or past its lifetime."""
 

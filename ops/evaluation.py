@@ -159,6 +159,7 @@ async def _play(
             policy_version=policy.digest,
             key="",  # each reading has its own
             limits=experiment.sandboxes.limits.limits(),
+            store=step.store,
         )
         tasks, verifier = load_tasks(step.store, suite), Verifier(client, step.store)
         try:

@@ -8,7 +8,8 @@ from types import MappingProxyType
 from contracts.artifacts import Artifact, ArtifactRef, open_artifact
 from contracts.chat import ChatTokenizer
 from contracts.store import Store
-from contracts.tasks import Split, Task, read_tasks
+from contracts.suites import read_suite
+from contracts.tasks import Split, Task
 from resources.experiment import Experiment
 
 _FILE = "tasks.parquet"
@@ -23,7 +24,7 @@ def load_tasks(store: Store, suite: ArtifactRef) -> Mapping[str, Task]:
     artifact.path(_FILE)
     found = _parsed.get(suite.digest)
     if found is None:
-        found = MappingProxyType({task.task_id: task for task in read_tasks(artifact.table(_FILE))})
+        found = MappingProxyType({task.task_id: task for task in read_suite(artifact)})
         _parsed.clear()
         _parsed[suite.digest] = found
     return found

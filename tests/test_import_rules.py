@@ -162,7 +162,7 @@ def reached_from(start: str, edges: dict[str, set[str]]) -> set[str]:
     return reached
 
 
-EPISODE_RPCS = {"PutTemplate", "Create", "Get", "Delete", "Batch", "Verify", "Found"}
+EPISODE_RPCS = {"PutTemplate", "PutRuntime", "Create", "Get", "Delete", "Batch", "Verify", "Found"}
 TRAINING = ("inference", "ops", "curation")
 
 

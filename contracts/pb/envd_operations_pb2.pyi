@@ -171,7 +171,7 @@ class SnapshotChunk(_message.Message):
     def __init__(self, header: _Optional[_Union[ReceiveHeader, _Mapping]] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class ReceiveHeader(_message.Message):
-    __slots__ = ("sandbox_id", "token", "backend", "template", "template_files", "limits", "env", "labels", "policy_yaml", "expires_in_s", "host_name")
+    __slots__ = ("sandbox_id", "token", "backend", "template", "template_files", "limits", "env", "labels", "policy_yaml", "expires_in_s", "host_name", "runtime")
     class TemplateFilesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -204,6 +204,7 @@ class ReceiveHeader(_message.Message):
     POLICY_YAML_FIELD_NUMBER: _ClassVar[int]
     EXPIRES_IN_S_FIELD_NUMBER: _ClassVar[int]
     HOST_NAME_FIELD_NUMBER: _ClassVar[int]
+    RUNTIME_FIELD_NUMBER: _ClassVar[int]
     sandbox_id: str
     token: str
     backend: str
@@ -215,7 +216,8 @@ class ReceiveHeader(_message.Message):
     policy_yaml: str
     expires_in_s: float
     host_name: str
-    def __init__(self, sandbox_id: _Optional[str] = ..., token: _Optional[str] = ..., backend: _Optional[str] = ..., template: _Optional[str] = ..., template_files: _Optional[_Mapping[str, bytes]] = ..., limits: _Optional[_Union[_envd_pb2.Limits, _Mapping]] = ..., env: _Optional[_Mapping[str, str]] = ..., labels: _Optional[_Mapping[str, str]] = ..., policy_yaml: _Optional[str] = ..., expires_in_s: _Optional[float] = ..., host_name: _Optional[str] = ...) -> None: ...
+    runtime: str
+    def __init__(self, sandbox_id: _Optional[str] = ..., token: _Optional[str] = ..., backend: _Optional[str] = ..., template: _Optional[str] = ..., template_files: _Optional[_Mapping[str, bytes]] = ..., limits: _Optional[_Union[_envd_pb2.Limits, _Mapping]] = ..., env: _Optional[_Mapping[str, str]] = ..., labels: _Optional[_Mapping[str, str]] = ..., policy_yaml: _Optional[str] = ..., expires_in_s: _Optional[float] = ..., host_name: _Optional[str] = ..., runtime: _Optional[str] = ...) -> None: ...
 
 class ReceiveReply(_message.Message):
     __slots__ = ("lost",)

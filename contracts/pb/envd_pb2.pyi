@@ -25,6 +25,24 @@ class PutTemplateReply(_message.Message):
     digest: str
     def __init__(self, digest: _Optional[str] = ...) -> None: ...
 
+class PutRuntimeRequest(_message.Message):
+    __slots__ = ("digest", "size", "offset", "data")
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    digest: str
+    size: int
+    offset: int
+    data: bytes
+    def __init__(self, digest: _Optional[str] = ..., size: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class PutRuntimeReply(_message.Message):
+    __slots__ = ("received",)
+    RECEIVED_FIELD_NUMBER: _ClassVar[int]
+    received: int
+    def __init__(self, received: _Optional[int] = ...) -> None: ...
+
 class Limits(_message.Message):
     __slots__ = ("memory_mb", "pids", "cpu", "disk_mb", "lifetime_s")
     MEMORY_MB_FIELD_NUMBER: _ClassVar[int]
@@ -40,7 +58,7 @@ class Limits(_message.Message):
     def __init__(self, memory_mb: _Optional[int] = ..., pids: _Optional[int] = ..., cpu: _Optional[float] = ..., disk_mb: _Optional[int] = ..., lifetime_s: _Optional[float] = ...) -> None: ...
 
 class CreateRequest(_message.Message):
-    __slots__ = ("template", "limits", "env", "policy_yaml", "backend", "labels")
+    __slots__ = ("template", "limits", "env", "policy_yaml", "backend", "labels", "runtime")
     class EnvEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -61,13 +79,15 @@ class CreateRequest(_message.Message):
     POLICY_YAML_FIELD_NUMBER: _ClassVar[int]
     BACKEND_FIELD_NUMBER: _ClassVar[int]
     LABELS_FIELD_NUMBER: _ClassVar[int]
+    RUNTIME_FIELD_NUMBER: _ClassVar[int]
     template: str
     limits: Limits
     env: _containers.ScalarMap[str, str]
     policy_yaml: str
     backend: str
     labels: _containers.ScalarMap[str, str]
-    def __init__(self, template: _Optional[str] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., env: _Optional[_Mapping[str, str]] = ..., policy_yaml: _Optional[str] = ..., backend: _Optional[str] = ..., labels: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    runtime: str
+    def __init__(self, template: _Optional[str] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., env: _Optional[_Mapping[str, str]] = ..., policy_yaml: _Optional[str] = ..., backend: _Optional[str] = ..., labels: _Optional[_Mapping[str, str]] = ..., runtime: _Optional[str] = ...) -> None: ...
 
 class CreateReply(_message.Message):
     __slots__ = ("sandbox_id", "token")
@@ -204,7 +224,7 @@ class DeleteReply(_message.Message):
     def __init__(self, diff: _Optional[bytes] = ..., left_out: _Optional[_Iterable[_Union[LeftOut, _Mapping]]] = ..., left_out_counts: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class VerifyRequest(_message.Message):
-    __slots__ = ("template", "diff", "hidden_files", "tests", "limits", "timeout_s", "artifacts", "product", "backend", "policy_yaml")
+    __slots__ = ("template", "diff", "hidden_files", "tests", "limits", "timeout_s", "artifacts", "product", "runtime", "plugins", "ini", "backend", "policy_yaml")
     class HiddenFilesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -212,6 +232,13 @@ class VerifyRequest(_message.Message):
         key: str
         value: bytes
         def __init__(self, key: _Optional[str] = ..., value: _Optional[bytes] = ...) -> None: ...
+    class IniEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     TEMPLATE_FIELD_NUMBER: _ClassVar[int]
     DIFF_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_FILES_FIELD_NUMBER: _ClassVar[int]
@@ -220,6 +247,9 @@ class VerifyRequest(_message.Message):
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     ARTIFACTS_FIELD_NUMBER: _ClassVar[int]
     PRODUCT_FIELD_NUMBER: _ClassVar[int]
+    RUNTIME_FIELD_NUMBER: _ClassVar[int]
+    PLUGINS_FIELD_NUMBER: _ClassVar[int]
+    INI_FIELD_NUMBER: _ClassVar[int]
     BACKEND_FIELD_NUMBER: _ClassVar[int]
     POLICY_YAML_FIELD_NUMBER: _ClassVar[int]
     template: str
@@ -230,9 +260,12 @@ class VerifyRequest(_message.Message):
     timeout_s: float
     artifacts: _containers.RepeatedScalarFieldContainer[str]
     product: _containers.RepeatedScalarFieldContainer[str]
+    runtime: str
+    plugins: _containers.RepeatedScalarFieldContainer[str]
+    ini: _containers.ScalarMap[str, str]
     backend: str
     policy_yaml: str
-    def __init__(self, template: _Optional[str] = ..., diff: _Optional[bytes] = ..., hidden_files: _Optional[_Mapping[str, bytes]] = ..., tests: _Optional[_Iterable[str]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., timeout_s: _Optional[float] = ..., artifacts: _Optional[_Iterable[str]] = ..., product: _Optional[_Iterable[str]] = ..., backend: _Optional[str] = ..., policy_yaml: _Optional[str] = ...) -> None: ...
+    def __init__(self, template: _Optional[str] = ..., diff: _Optional[bytes] = ..., hidden_files: _Optional[_Mapping[str, bytes]] = ..., tests: _Optional[_Iterable[str]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., timeout_s: _Optional[float] = ..., artifacts: _Optional[_Iterable[str]] = ..., product: _Optional[_Iterable[str]] = ..., runtime: _Optional[str] = ..., plugins: _Optional[_Iterable[str]] = ..., ini: _Optional[_Mapping[str, str]] = ..., backend: _Optional[str] = ..., policy_yaml: _Optional[str] = ...) -> None: ...
 
 class FoundRequest(_message.Message):
     __slots__ = ("template", "findings")

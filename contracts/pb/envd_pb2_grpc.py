@@ -39,6 +39,11 @@ class SandboxesStub:
                 request_serializer=contracts_dot_pb_dot_envd__pb2.PutTemplateRequest.SerializeToString,
                 response_deserializer=contracts_dot_pb_dot_envd__pb2.PutTemplateReply.FromString,
                 _registered_method=True)
+        self.PutRuntime = channel.unary_unary(
+                '/triplane.envd.v1.Sandboxes/PutRuntime',
+                request_serializer=contracts_dot_pb_dot_envd__pb2.PutRuntimeRequest.SerializeToString,
+                response_deserializer=contracts_dot_pb_dot_envd__pb2.PutRuntimeReply.FromString,
+                _registered_method=True)
         self.Create = channel.unary_unary(
                 '/triplane.envd.v1.Sandboxes/Create',
                 request_serializer=contracts_dot_pb_dot_envd__pb2.CreateRequest.SerializeToString,
@@ -61,6 +66,13 @@ class SandboxesServicer:
 
     def PutTemplate(self, request, context):
         """Stores a template by the digest of its files. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PutRuntime(self, request, context):
+        """Stores a runtime, the packages of a repository: a tar, in pieces, in order. Idempotent; an interrupted upload goes on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -93,6 +105,11 @@ def add_SandboxesServicer_to_server(servicer, server):
                     servicer.PutTemplate,
                     request_deserializer=contracts_dot_pb_dot_envd__pb2.PutTemplateRequest.FromString,
                     response_serializer=contracts_dot_pb_dot_envd__pb2.PutTemplateReply.SerializeToString,
+            ),
+            'PutRuntime': grpc.unary_unary_rpc_method_handler(
+                    servicer.PutRuntime,
+                    request_deserializer=contracts_dot_pb_dot_envd__pb2.PutRuntimeRequest.FromString,
+                    response_serializer=contracts_dot_pb_dot_envd__pb2.PutRuntimeReply.SerializeToString,
             ),
             'Create': grpc.unary_unary_rpc_method_handler(
                     servicer.Create,
@@ -137,6 +154,33 @@ class Sandboxes:
             '/triplane.envd.v1.Sandboxes/PutTemplate',
             contracts_dot_pb_dot_envd__pb2.PutTemplateRequest.SerializeToString,
             contracts_dot_pb_dot_envd__pb2.PutTemplateReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PutRuntime(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/triplane.envd.v1.Sandboxes/PutRuntime',
+            contracts_dot_pb_dot_envd__pb2.PutRuntimeRequest.SerializeToString,
+            contracts_dot_pb_dot_envd__pb2.PutRuntimeReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -172,7 +172,11 @@ async def play_task(
 ) -> Played:
     """Run the agent on one task and grade it."""
     turns: list[Turn] = []
-    async with await client.create(await client.put_template(task.files), limits=limits) as sandbox:
+    await verifier.provide(task)
+    template, environment = await client.put_template(task.files), task.environment
+    async with await client.create(
+        template, limits=limits, env=environment.variables(task.files), runtime=environment.runtime
+    ) as sandbox:
         while len(turns) < max_turns:
             observation = Observation(task.task_id, task.instruction, tuple(turns))
             calls = await asyncio.to_thread(agent.act, task, observation)

@@ -7,7 +7,8 @@ from collections import Counter
 from contracts.artifacts import Artifact, ArtifactWriter, find_artifact
 from contracts.digests import action_key
 from contracts.store import Store
-from contracts.tasks import Split, Task, tasks_table
+from contracts.suites import add_tasks
+from contracts.tasks import Split, Task
 from curation.errors import TaskError
 from curation.tasks.importing.find import find_suite, suites_of
 from curation.tasks.suite import SUITE_VERSION, ImportedSuiteConfig, SuiteConfig, TaskSuiteConfig, generate_tasks
@@ -84,6 +85,6 @@ def _publish(config: TaskSuiteConfig, store: Store, tasks: list[Task], report: V
     with ArtifactWriter(
         store, "task_suite", suite_key(config), parents={}, config=config.model_dump(), code_version=SUITE_VERSION
     ) as out:
-        out.add_table("tasks.parquet", tasks_table(tasks))
+        add_tasks(out, tasks)
         out.add_json("validation.json", report.model_dump())
         return out.commit(meta=meta)

@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 
 from contracts.artifacts import Artifact
-from contracts.tasks import Split, Task, read_tasks
+from contracts.suites import read_suite
+from contracts.tasks import Split, Task
 from curation.errors import TaskError
 
 
 def suite_tasks(suite: Artifact, split: Split | None = None) -> dict[str, Task]:
     """Tasks of a `task_suite` artifact by id, in its order. split: only tasks of this split."""
-    tasks = read_tasks(suite.table("tasks.parquet"))
+    tasks = read_suite(suite)
     return {task.task_id: task for task in tasks if split is None or task.split == split}
 
 

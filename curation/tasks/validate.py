@@ -77,16 +77,23 @@ class ValidationReport(Frozen):
 
 
 async def validate_tasks(
-    tasks: Sequence[Task], client: SandboxClient, progress: Progress | None = None, *, store: Store | None = None
+    tasks: Sequence[Task],
+    client: SandboxClient,
+    progress: Progress | None = None,
+    *,
+    store: Store | None = None,
+    verifier: Verifier | None = None,
 ) -> tuple[ValidationReport, list[Task]]:
     """Grade every task before and after its reference fix; probe one task of each family, and every imported one, with
     cheats.
 
     Returns the report, and the sound tasks in their order, with decoys and observations proven on their references.
-    store: caches verdicts, so that an interrupted validation resumes. Raises InfraFault if envd keeps failing.
+    store: caches verdicts, so that an interrupted validation resumes. verifier: of a caller that has just proven the
+    tasks' checks, which are kept. Raises InfraFault if envd keeps failing.
     """
-    verifier = Verifier(client, store)
-    tasks = [dataclasses.replace(task, checks=None) for task in tasks]  # checks stored in a suite are proven again
+    if verifier is None:
+        verifier = Verifier(client, store)
+        tasks = [dataclasses.replace(task, checks=None) for task in tasks]  # checks stored in a suite are proven again
     probes = list({task.task_id if is_imported(task) else task.family: task for task in reversed(tasks)}.values())
     count = _Count(len(tasks) + len(probes), progress)
     reasons: dict[str, str] = {}

@@ -47,6 +47,8 @@ class BoxSpec:
     template_dir: Path
     """Directory of the template's files on this host, owned by `sandbox_owner()`; read-only."""
     limits: Limits
+    runtime: str = ""
+    """Digest of the packages that the sandbox sees instead of this host's (envd/server/runtimes.py); empty: those."""
     env: Mapping[str, str] = field(default_factory=dict)
     host_name: str = "sandbox"
     network: tuple[NetworkRule, ...] = ()
@@ -83,7 +85,7 @@ class Features:
     keeps_processes: bool
     """Whether snapshots hold memory and processes; else they hold files only."""
     can: frozenset[str]
-    """Subset of pause, snapshot, fork, migrate, pty, network. Hibernation needs snapshot."""
+    """Subset of pause, snapshot, fork, migrate, pty, network, runtime. Hibernation needs snapshot."""
     helper: str
     """Program that starts sandboxes: `native`, or a name and version."""
 

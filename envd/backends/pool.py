@@ -210,5 +210,12 @@ class Pool(Generic[T]):
 
 
 def _key(spec: BoxSpec) -> _Key:
-    look = (spec.host_name, spec.read_only, spec.supervised, bool(spec.network), tuple(sorted(spec.env.items())))
+    look = (
+        spec.host_name,
+        spec.runtime,
+        spec.read_only,
+        spec.supervised,
+        bool(spec.network),
+        tuple(sorted(spec.env.items())),
+    )
     return (spec.template, replace(spec.limits, lifetime_s=0), look)

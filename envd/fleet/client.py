@@ -9,6 +9,7 @@ import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -51,6 +52,7 @@ class FleetClient(SandboxClient):
         self._entries = entries_of(address)
         self._members: dict[str, Member] = {}
         self._files: dict[str, Mapping[str, bytes]] = {}
+        self._archives: dict[str, Path] = {}
         self._faults: list[str] = []
         self._refreshing = asyncio.Lock()
         self._refreshed = -REFRESH_S
@@ -90,6 +92,10 @@ class FleetClient(SandboxClient):
         self._files[digest] = files
         return digest
 
+    async def put_runtime(self, digest: str, archive: Path) -> None:
+        """See SandboxClient.put_runtime. Servers get it when they need it; the file must stay."""
+        self._archives[digest] = archive
+
     async def create(
         self,
         template: str,
@@ -99,6 +105,7 @@ class FleetClient(SandboxClient):
         labels: Mapping[str, str] | None = None,
         backend: str = "",
         rules: str = "",
+        runtime: str = "",
         idempotency_key: str | None = None,
         timeout_s: float = RPC_GRACE_S,
     ) -> Sandbox:
@@ -112,11 +119,14 @@ class FleetClient(SandboxClient):
                 labels=labels,
                 backend=backend,
                 rules=rules,
+                runtime=runtime,
                 idempotency_key=idempotency_key,
                 timeout_s=timeout_s,
             )
 
-        return await self._somewhere(lambda member: self._with_template(member, template, create), idempotency_key)
+        return await self._somewhere(
+            lambda member: self._with_files(member, template, runtime, create), idempotency_key
+        )
 
     def attach(self, handle: Handle) -> Sandbox:
         """See SandboxClient.attach: only to a sandbox that this client created."""
@@ -138,6 +148,9 @@ class FleetClient(SandboxClient):
         product: Sequence[str] = (),
         backend: str = "",
         rules: str = "",
+        runtime: str = "",
+        plugins: Sequence[str] = (),
+        ini: Mapping[str, str] | None = None,
     ) -> VerifyResult:
         """See SandboxClient.verify. One whose server is lost runs again on another, at most `VERIFY_TRIES` in all."""
 
@@ -153,9 +166,14 @@ class FleetClient(SandboxClient):
                 product=product,
                 backend=backend,
                 rules=rules,
+                runtime=runtime,
+                plugins=plugins,
+                ini=ini,
             )
 
-        return await self._somewhere(lambda member: self._with_template(member, template, verify), tries=VERIFY_TRIES)
+        return await self._somewhere(
+            lambda member: self._with_files(member, template, runtime, verify), tries=VERIFY_TRIES
+        )
 
     async def found(self, template: str, findings: Sequence[str]) -> None:
         """See SandboxClient.found: in the audit log of one of the servers."""
@@ -172,16 +190,18 @@ class FleetClient(SandboxClient):
         """Refuse: a call without a sandbox has no server here."""
         raise EnvdError(f"{method} needs a client of one server, this one is of {self.address}")
 
-    async def _with_template(self, member: Member, template: str, work: Callable[[Member], Awaitable[T]]) -> T:
-        files = self._files.get(template)
-        await member.provide(template, files)
+    async def _with_files(
+        self, member: Member, template: str, runtime: str, work: Callable[[Member], Awaitable[T]]
+    ) -> T:
+        files, archive = self._files.get(template), self._archives.get(runtime)
+        await member.provide(template, files, runtime, archive)
         try:
             return await work(member)
-        except TemplateError:  # it was restarted, or has removed a template that was not used for long
-            member.templates.discard(template)
-            if files is None:
+        except TemplateError:  # it was restarted, or has removed what was not used for long
+            member.templates -= {template, runtime}
+            if files is None and archive is None:
                 raise
-        await member.provide(template, files)
+        await member.provide(template, files, runtime, archive)
         return await work(member)
 
     async def _somewhere(self, work: Callable[[Member], Awaitable[T]], key: str | None = None, tries: int = 0) -> T:

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -48,7 +49,7 @@ class Member(OperationsClient):
         self.fault = ""
         """Why it is left out."""
         self.templates: set[str] = set()
-        """Digests of the templates that it has been given."""
+        """Digests of the templates and runtimes that it has been given."""
         self._open_ids: set[str] = set()
         self._sandboxes: WeakValueDictionary[str, MovableSandbox] = WeakValueDictionary()
         self._pending = 0
@@ -92,8 +93,13 @@ class Member(OperationsClient):
         """Whether it serves: by its last answer, else by a health check, which concurrent callers share."""
         return self.met or await self._probed()
 
-    async def provide(self, digest: str, files: Mapping[str, bytes] | None) -> None:
-        """Give it a template that it does not have yet. files: None if the client was not given them."""
+    async def provide(
+        self, digest: str, files: Mapping[str, bytes] | None, runtime: str = "", archive: Path | None = None
+    ) -> None:
+        """Give it a template and a runtime that it does not have yet. None: what the client was not given."""
+        if runtime not in self.templates and archive is not None:
+            await self.put_runtime(runtime, archive)
+            self.templates.add(runtime)
         if digest not in self.templates and files is not None:
             await self.put_template(files)
             self.templates.add(digest)

@@ -155,11 +155,11 @@ int main(int count, char **arguments)
 {
     if (count == 2 && strcmp(arguments[1], "--print-filter") == 0)
         return print_filter(STDOUT_FILENO) < 0;
-    enum { MEMORY, PIDS, CPU, UNIFIED, LIMITS, OWNER, GROUP, RUN_DIR, KEEP, SYSTEM };
+    enum { MEMORY, PIDS, CPU, UNIFIED, LIMITS, OWNER, GROUP, RUN_DIR, KEEP, SYSTEM, PACKAGES };
     static const struct option options[] = {
         {"memory", 1, 0, MEMORY}, {"pids", 1, 0, PIDS},   {"cpu", 1, 0, CPU},     {"unified", 1, 0, UNIFIED}, {"unified-limits", 0, 0, LIMITS},
         {"owner", 1, 0, OWNER},   {"group", 1, 0, GROUP}, {"run-dir", 1, 0, RUN_DIR}, {"keep", 1, 0, KEEP},
-        {"system", 1, 0, SYSTEM},
+        {"system", 1, 0, SYSTEM}, {"packages", 1, 0, PACKAGES},
         {0, 0, 0, 0},
     };
     struct parent_directory groups[8], run_dir = {-1, ""};
@@ -183,6 +183,11 @@ int main(int count, char **arguments)
             if (strlen(optarg) >= PATH_SIZE || settings.system_count == MOST_SYSTEM)
                 return 2;
             settings.system[settings.system_count++] = strdup(optarg);
+            break;
+        case PACKAGES:
+            if (strlen(optarg) >= PATH_SIZE || settings.packages_count == MOST_PACKAGES)
+                return 2;
+            settings.packages[settings.packages_count++] = strdup(optarg);
             break;
         default: return 2;
         }

@@ -17,6 +17,7 @@
 #define HIDDEN "/.scratch"
 #define HIDDEN_PROC HIDDEN "/proc"
 #define HIDDEN_TEMPLATES HIDDEN "/templates"
+#define HIDDEN_RUNTIMES HIDDEN "/runtimes"
 #define HIDDEN_BOX HIDDEN "/box"     /* where a sandbox's tmpfs is while it is being set up */
 #define HIDDEN_LOWER HIDDEN "/lower" /* where its template is meanwhile */
 #define HIDDEN_VIEW HIDDEN "/view"   /* where its root is put together */
@@ -24,6 +25,7 @@
 #define MAX_NAME 96
 #define PATH_SIZE 1024
 #define MOST_SYSTEM 32
+#define MOST_PACKAGES 256
 #define CAPACITY 16384
 #define PROXY_PORT 3128 /* envd/backends/namespaces/proxied.py has it too */
 
@@ -48,6 +50,7 @@ struct request {
     uint32_t flags;
     char template[MAX_NAME];
     char host_name[MAX_NAME];
+    char runtime[MAX_NAME]; /* packages that it sees instead of the host's; empty: the host's */
 };
 
 enum report_kind {
@@ -85,6 +88,8 @@ struct settings {
     bool reuses;        /* berths are used again */
     const char *system[MOST_SYSTEM]; /* directories that sandboxes see, by their paths */
     size_t system_count;
+    const char *packages[MOST_PACKAGES]; /* directories of the host's packages; a runtime takes the place of the first and hides the others */
+    size_t packages_count;
 };
 
 /* What is costly to make and outlives a sandbox: control groups, a user number, a network namespace. Those of a sandbox that left no trace in

@@ -249,7 +249,7 @@ static bool is_plain_name(const char *name)
 void life_create(const struct request *wanted, int stream, int source)
 {
     const char *words = NULL;
-    if (!is_plain_name(wanted->template) || !memchr(wanted->host_name, 0, MAX_NAME))
+    if (!is_plain_name(wanted->template) || !memchr(wanted->host_name, 0, MAX_NAME) || (wanted->runtime[0] && !is_plain_name(wanted->runtime)))
         words = "a name is no plain file name";
     else if (stream < 0 || (wanted->flags & FLAG_RESTORE && source < 0))
         words = "a descriptor is missing: raise the server's limit of open files (ulimit -n)";

@@ -2,6 +2,7 @@
  *
  * /, /usr ...  overlays of what the spawner has there, which all sandboxes share, read-only. Each has inodes of its own, so that locks and
  *              notifications on system files end at the sandbox: on shared ones neighbours could wait for each other and watch each other.
+ *              With a runtime that takes the place of the host's packages, whose other directories are empty then
  * /workspace   an overlay of the template and the sandbox's tmpfs; /tmp is on that tmpfs */
 #include <errno.h>
 #include <fcntl.h>
@@ -23,8 +24,8 @@ int mount_template(const char *target)
     return mount("overlay", target, "overlay", SAFE | MS_RDONLY, "lowerdir=" HIDDEN_LOWER ":" HIDDEN_NONE ",userxattr");
 }
 
-/* A directory of the spawner's at the same path in the view. */
-static int mount_system(const char *path, unsigned long flags)
+/* A directory of the spawner's at a path of the view. */
+static int mount_at(const char *path, const char *at_path, unsigned long flags)
 {
     char options[2 * PATH_SIZE + 64] = "lowerdir=", target[PATH_SIZE + sizeof HIDDEN_VIEW];
     size_t at = strlen(options);
@@ -34,8 +35,28 @@ static int mount_system(const char *path, unsigned long flags)
         options[at++] = *each;
     }
     snprintf(options + at, sizeof options - at, ":" HIDDEN_NONE ",userxattr");
-    snprintf(target, sizeof target, HIDDEN_VIEW "%s", path);
+    snprintf(target, sizeof target, HIDDEN_VIEW "%s", at_path);
     return mount("overlay", target, "overlay", flags | MS_RDONLY, options);
+}
+
+static int mount_system(const char *path, unsigned long flags)
+{
+    return mount_at(path, path, flags);
+}
+
+/* The runtime instead of the host's packages. The empty ones are file systems of their own, since locks on a shared one would reach neighbours. */
+static int mount_runtime(const struct settings *settings, const char *runtime)
+{
+    char source[sizeof HIDDEN_RUNTIMES + MAX_NAME], target[PATH_SIZE + sizeof HIDDEN_VIEW];
+    snprintf(source, sizeof source, "%s/%s", HIDDEN_RUNTIMES, runtime);
+    if (settings->packages_count == 0 || mount_at(source, settings->packages[0], SAFE) < 0)
+        return -1;
+    for (size_t i = 1; i < settings->packages_count; i++) {
+        snprintf(target, sizeof target, HIDDEN_VIEW "%s", settings->packages[i]);
+        if (mount("tmpfs", target, "tmpfs", SAFE | MS_RDONLY, "size=4k,mode=755") < 0)
+            return -1;
+    }
+    return 0;
 }
 
 /* Without privilege devices are the host's, and mounted one by one. */
@@ -96,6 +117,8 @@ const char *root_enter(const struct settings *settings, const struct request *wa
     for (size_t i = 0; i < settings->system_count; i++)
         if (mount_system(settings->system[i], SAFE) < 0)
             return "mount its system directories";
+    if (wanted->runtime[0] && mount_runtime(settings, wanted->runtime) < 0)
+        return "mount its runtime";
     int lower = users_mount(template, berth->users);
     if (lower < 0 || move_mount(lower, "", AT_FDCWD, HIDDEN_LOWER, MOVE_MOUNT_F_EMPTY_PATH) < 0 || mount_template(HIDDEN_VIEW "/.template") < 0)
         return "mount its template";

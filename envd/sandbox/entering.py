@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 import socket
@@ -13,8 +14,11 @@ from typing import Any
 from envd.sandbox import linux, rootfs
 from envd.sandbox.landlock import restrict_files
 from envd.sandbox.place import Place, prepare_process, sandbox_environment
+from envd.sandbox.python_inside import inside, package_places
 from envd.sandbox.syscalls import filter_calls
 from envd.tools.paths import WORKSPACE
+
+PYTEST_MODULES = frozenset({"pytest", "_pytest", "py", "pluggy", "iniconfig", "packaging", "pygments"})
 
 
 def enter_namespaces(request: dict[str, Any], *, owner: int, supervised: bool, system: Iterable[str]) -> Place:
@@ -29,10 +33,10 @@ def enter_namespaces(request: dict[str, Any], *, owner: int, supervised: bool, s
     if owner == linux.SANDBOX_USER:
         os.setgroups([])
     socket.sethostname("sandbox")
-    rootfs.enter(request["template"], request["disk"], system)
+    rootfs.enter(request["template"], request["disk"], system, request["runtime"])
     linux.raise_loopback()
     if supervised:
-        linux.become_supervisor()
+        linux.become_supervisor(lasting=bool(request["cold"]))
     else:
         linux.drop_capabilities()
     linux.no_new_privileges()
@@ -43,7 +47,19 @@ def enter_namespaces(request: dict[str, Any], *, owner: int, supervised: bool, s
     scratch = Path("/tmp/.envd")
     scratch.mkdir(mode=0o700)
     os.chdir(WORKSPACE)
+    if request["runtime"]:
+        _forget_packages()
     return Place(Path(WORKSPACE), Path(rootfs.INSIDE_TEMPLATE), scratch)
+
+
+def _forget_packages() -> None:
+    """Forget the modules of this host's packages, in whose place a runtime is, except pytest's, which it has too."""
+    above = tuple(f"{each}/" for each in package_places())
+    for name, module in list(sys.modules.items()):
+        file = inside(getattr(module, "__file__", None) or "")
+        if file.startswith(above) and name.partition(".")[0] not in PYTEST_MODULES:
+            del sys.modules[name]
+    importlib.invalidate_caches()
 
 
 def enter_copy(request: dict[str, Any], run_dir: Path) -> Place:

@@ -1,4 +1,5 @@
-"""Verification inside sandboxes of other backends than namespaces, run by the guest's own Python.
+"""Verification by a fresh interpreter inside a sandbox: of other backends than namespaces, or with a runtime that has
+another pytest than the zygote.
 
     BOOT          reads a bundle of packages and the request from standard input, unpacks the bundle, and runs `main`
     main  P0      runs none of the agent's code; has the key; prints the signed result
@@ -21,43 +22,55 @@ import hmac
 import os
 import signal
 import socket
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
 from envd.sandbox import linux, wire
 from envd.sandbox.place import Place
+from envd.sandbox.python_inside import bin_directory
 from envd.tools.paths import WORKSPACE
 
 KEY_BYTES = 32
-BOOT = """
+_UNPACK = """
 import os, struct, sys, tempfile
 def take(count):
     data = bytearray()
     while len(data) < count:
-        piece = os.read(0, count - len(data))
+        piece = os.read(FROM, count - len(data))
         if not piece:
             os._exit(3)
         data += piece
     return bytes(data)
+def unpack(bundle):
+    os.umask(0o022)
+    above = tempfile.mkdtemp(prefix='.judge-', dir='/tmp')
+    os.chmod(above, 0o755)
+    packages = above + '/site-packages'
+    at = 0
+    while at < len(bundle):
+        name, length = struct.unpack_from('<HI', bundle, at)
+        path = packages + '/' + bundle[at + 6 : at + 6 + name].decode()
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        at += 6 + name
+        with open(path, 'wb') as file:
+            file.write(bundle[at : at + length])
+        at += length
+    sys.path.insert(0, packages)
+    return above
+"""
+BOOT = f"""FROM = 0{_UNPACK}
 size, request = struct.unpack('<QQ', take(16))
-os.umask(0o022)
-above = tempfile.mkdtemp(prefix='.judge-', dir='/tmp')
-os.chmod(above, 0o755)
-packages = above + '/site-packages'
-bundle = take(size)
-at = 0
-while at < len(bundle):
-    name, length = struct.unpack_from('<HI', bundle, at)
-    path = packages + '/' + bundle[at + 6 : at + 6 + name].decode()
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    at += 6 + name
-    with open(path, 'wb') as file:
-        file.write(bundle[at : at + length])
-    at += length
-sys.path.insert(0, packages)
+above = unpack(take(size))
 from envd.sandbox.in_guest import main
 main(take(request), above)
+"""
+_SOCKET = 3
+_BOOT_COLD = f"""FROM = {_SOCKET}{_UNPACK}
+above = unpack(take(int(sys.argv[1])))
+from envd.sandbox.in_guest import serve_cold
+serve_cold(above)
 """
 _TWO_USERS, _SYS_ADMIN = 1 << 0 | 1 << 1 | 1 << 3 | 1 << 5 | 1 << 6 | 1 << 7, 1 << 21
 """CHOWN, DAC_OVERRIDE, FOWNER, KILL, SETGID, SETUID; and the capability that only a virtual machine's root has."""
@@ -81,7 +94,7 @@ def main(request: bytes, above: str) -> NoReturn:
     if pid == 0:
         ours.close()
         os.close(go_write)
-        _judge(theirs, go_read, Path(above), two_users, namespace)
+        _judge(theirs, go_read, above, two_users, namespace)
     theirs.close()
     key = _read_key()
     if namespace:
@@ -100,7 +113,43 @@ def main(request: bytes, above: str) -> NoReturn:
     linux.leave(0)
 
 
-def _judge(sock: socket.socket, go: int, above: Path, two_users: bool, namespace: bool) -> NoReturn:
+def exec_cold(sock: socket.socket, size: int) -> NoReturn:
+    """Replace this process, in its sandbox, by a fresh interpreter that reads a bundle of `size` bytes from the socket
+    and then serves verifications on it. A lasting supervisor stays the supervisor. Raises OSError.
+    """
+    os.dup2(sock.fileno(), _SOCKET, inheritable=True)
+    program = f"{bin_directory()}/python{sys.version_info.major}"
+    os.execve(program, [program, "-P", "-s", "-B", "-c", _BOOT_COLD, str(size)], dict(os.environ))
+
+
+def serve_cold(above: str) -> NoReturn:
+    """Serve verifications on the socket of `exec_cold`, then exit. above: see `main`."""
+    sock = socket.socket(fileno=_SOCKET)
+    try:
+        os.set_inheritable(_SOCKET, False)
+        supervised = os.geteuid() == linux.SUPERVISOR
+        if supervised:
+            linux.become_supervisor()
+        linux.hide_from_ptrace()
+        linux.die_with_parent()  # a change of user clears the setting
+        _serve(sock, above, supervised)
+    except BaseException as error:  # noqa: BLE001 - the server gets every error
+        with suppress(OSError):
+            wire.send(sock, {"failed": f"{type(error).__name__}: {error}"})
+    finally:
+        linux.leave(0)
+
+
+def _serve(sock: socket.socket, above: str, supervised: bool) -> None:
+    from envd.sandbox.verifier import serve_verification
+
+    scratch = Path(f"{above}-scratch")
+    scratch.mkdir(mode=0o700)
+    os.chdir(WORKSPACE)
+    serve_verification(sock, Place(Path(WORKSPACE), Path("/.template"), scratch), supervised=supervised)
+
+
+def _judge(sock: socket.socket, go: int, above: str, two_users: bool, namespace: bool) -> NoReturn:
     """Run P1: serve one verification on `sock` after the go-ahead, then exit."""
     try:
         linux.die_with_parent()
@@ -120,12 +169,7 @@ def _judge(sock: socket.socket, go: int, above: Path, two_users: bool, namespace
         linux.no_new_privileges()
         linux.hide_from_ptrace()
         linux.die_with_parent()  # again: a change of user clears the setting
-        from envd.sandbox.verifier import serve_verification
-
-        scratch = Path(f"{above}-scratch")
-        scratch.mkdir(mode=0o700)
-        os.chdir(WORKSPACE)
-        serve_verification(sock, Place(Path(WORKSPACE), Path("/.template"), scratch), supervised=two_users)
+        _serve(sock, above, two_users)
     except BaseException as error:  # noqa: BLE001 - the server gets every error
         with suppress(OSError):
             wire.send(sock, {"failed": f"{type(error).__name__}: {error}"})

@@ -46,6 +46,7 @@ _SUPERVISORS = (0, 1, 3, 5, 6, 7)
 _PR_SET_KEEPCAPS = 8
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_CAPBSET_DROP = 1, 4, 24
 _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 36, 38
+_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_RAISE = 47, 2
 _CAPABILITY_VERSION_3 = 0x20080522
 _LAST_CAPABILITY = 40
 
@@ -162,30 +163,37 @@ def drop_capabilities() -> None:
     set_capabilities(())
 
 
-def set_capabilities(kept: Iterable[int]) -> None:
-    """Set the permitted and effective capabilities to these. Dropped capabilities can't be regained."""
-    mask = sum(1 << capability for capability in kept)
+def set_capabilities(kept: Iterable[int], inherited: Iterable[int] = ()) -> None:
+    """Set the permitted and effective, and the inheritable capabilities. Dropped capabilities can't be regained."""
+    mask, passed = (sum(1 << capability for capability in each) for each in (kept, inherited))
     low, high = mask & 0xFFFFFFFF, mask >> 32
     header = struct.pack("=Ii", _CAPABILITY_VERSION_3, 0)
-    _check(_libc.capset(header, struct.pack("=6I", low, low, 0, high, high, 0)), "capset")
+    _check(_libc.capset(header, struct.pack("=6I", low, low, passed, high, high, 0)), "capset")
 
 
-def become_supervisor() -> None:
+def become_supervisor(*, lasting: bool = False) -> None:
     """Become a sandbox's supervisor.
 
-    The supervisor can act as the sandbox's root, kill its processes and override its file permissions.
+    The supervisor can act as the sandbox's root, kill its processes and override its file permissions. lasting: so can
+    the next program that this process executes, which calls this again.
     """
+    passed = _SUPERVISORS if lasting else ()
+    if lasting:  # only what is inheritable before may be so afterwards
+        set_capabilities(range(_LAST_CAPABILITY + 1), passed)
     for capability in range(_LAST_CAPABILITY + 1):
         _libc.prctl(_PR_CAPBSET_DROP, ctypes.c_ulong(capability))
     _libc.prctl(_PR_SET_KEEPCAPS, ctypes.c_ulong(1))
-    act_as(SUPERVISOR)
+    act_as(SUPERVISOR, passed)
+    for capability in passed:
+        raised = _libc.prctl(_PR_CAP_AMBIENT, *map(ctypes.c_ulong, (_PR_CAP_AMBIENT_RAISE, capability, 0, 0)))
+        _check(raised, "prctl ambient capability")
 
 
-def act_as(user: int) -> None:
-    """Act as this user of the sandbox, reversibly. Only for the supervisor."""
+def act_as(user: int, inherited: Iterable[int] = ()) -> None:
+    """Act as this user of the sandbox, reversibly. Only for the supervisor. inherited: see `set_capabilities`."""
     os.setresgid(user, user, SUPERVISOR)
     os.setresuid(user, user, SUPERVISOR)
-    set_capabilities(_SUPERVISORS)
+    set_capabilities(_SUPERVISORS, inherited)
 
 
 def raise_loopback() -> None:

@@ -13,12 +13,21 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import sysconfig
 from pathlib import Path
 
 ROOT = "/.python"
 _COVERED = ("/tmp", "/var/tmp", "/dev", "/proc", "/sys", "/workspace", "/.template", "/.scratch", "/etc", "/run")
 """Directories that sandboxes have of their own, or lack."""
 _MAX_SCRIPT = 1 << 20
+_PACKAGES = (
+    *(f"lib*/python3*/{name}" for name in ("site-packages", "dist-packages", "ensurepip/_bundled")),
+    "share/python-wheels",
+)
+"""Directories below a prefix that hold packages, as patterns."""
+_SOFTWARE, _DEPTH = ("lib", "share", "local/lib", "local/share"), 2
+"""Directories below /usr whose own directories are software, and how deep these are searched for packages."""
+_NAMES = frozenset({"site-packages", "dist-packages", "third_party", "_vendor"})
 
 
 @functools.cache
@@ -32,6 +41,43 @@ def python_directories() -> tuple[str, ...]:
 
 def _package_directories() -> list[str]:
     return [each for each in sys.path if each.endswith(("site-packages", "dist-packages"))]
+
+
+@functools.cache
+def package_places() -> tuple[str, ...]:
+    """Directories inside sandboxes of this host's Python packages, that of the running environment first.
+
+    A runtime takes the place of the first, and the others are empty then. They include what contains copies of other
+    packages: pip and setuptools, which Python itself brings, and software with packages of its own.
+    """
+    own = sysconfig.get_path("purelib")
+    prefixes = {sys.prefix, sys.base_prefix, sys.base_exec_prefix, "/usr", "/usr/local"}
+    found = {
+        *_package_directories(),
+        *(str(each) for at in prefixes for kind in _PACKAGES for each in Path(at).glob(kind)),
+    }
+    for place in (Path("/usr", name) for name in _SOFTWARE):
+        for each in place.iterdir() if place.is_dir() else ():
+            ours = any(f"{prefix}/".startswith(f"{each}/") for prefix in prefixes)
+            if not ours and not each.name.startswith("python") and _has_packages(str(each), _DEPTH):
+                found.add(str(each))
+    real = {os.path.realpath(each) for each in found if Path(each).is_dir()} - {os.path.realpath(own)}
+    return (inside(own), *(inside(each) for each in sorted(real) if _is_visible(each)))
+
+
+def _has_packages(directory: str, depth: int) -> bool:
+    try:
+        with os.scandir(directory) as entries:
+            below = [each for each in entries if each.is_dir(follow_symlinks=False)]
+    except OSError:
+        return False
+    return any(each.name in _NAMES for each in below) or (
+        depth > 0 and any(_has_packages(each.path, depth - 1) for each in below)
+    )
+
+
+def _is_visible(path: str) -> bool:
+    return any(path.startswith(f"{each}/") for each in ("/usr", *python_directories()))
 
 
 def system_directories() -> tuple[str, ...]:

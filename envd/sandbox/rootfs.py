@@ -1,7 +1,8 @@
 """File system of a sandbox: a read-only system, a workspace over a template, a private /tmp, /proc and a small /dev.
 
 /            tmpfs prepared once, read-only, shared by all sandboxes of a server
-/usr ...     the host's, read-only, like the Python that runs envd and its packages (python_inside.py)
+/usr ...     the host's, read-only, like the Python that runs envd and its packages (python_inside.py). With a runtime,
+             that is mounted in place of the packages, and their other directories are empty
 /.template   the pristine workspace, read-only
 /workspace   overlay: the template below, a size-limited tmpfs above
 /tmp         on the same tmpfs
@@ -17,7 +18,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from envd.sandbox import linux
-from envd.sandbox.python_inside import inside, make_environment, python_directories
+from envd.sandbox.python_inside import inside, make_environment, package_places, python_directories
 
 DEVICES = {"null": (1, 3), "zero": (1, 5), "full": (1, 7), "random": (1, 8), "urandom": (1, 9)}
 _SYSTEM = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32")
@@ -26,29 +27,37 @@ _PASSWD = "root:x:0:0:root:/tmp:/bin/bash\nnobody:x:65534:65534:nobody:/:/bin/fa
 _GROUP = "root:x:0:\nnogroup:x:65534:\n"
 _HOSTS = "127.0.0.1 localhost sandbox\n::1 localhost\n"
 INSIDE_TEMPLATE = "/.template"
+_SHARED = ("templates", "runtimes")
+"""Directories of the server's run directory that sandboxes' file systems are mounted from."""
 
 
 def prepare_base(run_dir: Path) -> list[str]:
     """Build the zygote's root, make it this process's root, and return the system directories that sandboxes see.
 
     Sandboxes see `/base` and `/system` through overlays. The two are separate, since a user namespace can't look below
-    the mounts of another one. The root also has `/devices`, `/templates`, `/proc`, `/mnt` and `/none` (empty). Called
-    once, in the zygote's fresh mount namespace.
+    the mounts of another one. The root also has `/devices`, `/templates`, `/runtimes`, `/proc`, `/mnt` and
+    `/none` (empty). Called once, in the zygote's fresh mount namespace.
     """
     linux.mount("", "/", flags=linux.MS_REC | linux.MS_PRIVATE)
     root = run_dir / "root"
     root.mkdir(exist_ok=True)
     linux.mount("tmpfs", str(root), "tmpfs", linux.MS_NOSUID, "mode=755,size=16m")
-    for name in ("base", "system", "devices", "templates", "proc", "mnt", "none", "dev", "workspace"):
+    for name in ("base", "system", "devices", "proc", "mnt", "none", "dev", "workspace"):
         (root / name).mkdir()
     system = fill_base(root / "base", root / "system")
-    _bind_read_only(str(run_dir / "templates"), root / "templates")
+    _share(run_dir, root)
     linux.mount("/proc", str(root / "proc"), flags=linux.MS_BIND | linux.MS_REC)
     for name in DEVICES:
         (root / "base/dev" / name).touch()
     fill_devices(root / "dev")
     linux.pivot_into(str(root))
     return system
+
+
+def _share(run_dir: Path, root: Path) -> None:
+    for name in _SHARED:
+        (run_dir / name).mkdir(exist_ok=True)
+        _bind_read_only(str(run_dir / name), root / name)
 
 
 def make_devices() -> None:
@@ -66,8 +75,8 @@ def prepare_shared_root(run_dir: Path) -> list[str]:
     """Build the native spawner's root, make it this process's root, and return its system directories.
 
     The spawner's sandboxes see this root through overlays. Directories that no sandbox may see are below /.scratch,
-    which each sandbox unmounts: `templates`, `proc` (the host's), `box`, `lower` and `view` (for mounts), `none`
-    (empty). Called once, in the spawner's fresh mount namespace.
+    which each sandbox unmounts: `templates`, `runtimes`, `proc` (the host's), `box`, `lower` and `view` (for mounts),
+    `none` (empty). Called once, in the spawner's fresh mount namespace.
     """
     linux.mount("", "/", flags=linux.MS_REC | linux.MS_PRIVATE)
     root = run_dir / "root"
@@ -79,27 +88,32 @@ def prepare_shared_root(run_dir: Path) -> list[str]:
     (root / "dev/ptmx").symlink_to("pts/ptmx")
     hidden = root / ".scratch"
     linux.mount("tmpfs", str(hidden), "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, "mode=700,size=64k")
-    for name in ("templates", "proc", "box", "lower", "view", "none"):
+    for name in ("proc", "box", "lower", "view", "none"):
         (hidden / name).mkdir()
-    _bind_read_only(str(run_dir / "templates"), hidden / "templates")
+    _share(run_dir, hidden)
     linux.mount("/proc", str(hidden / "proc"), flags=linux.MS_BIND | linux.MS_REC)
     linux.mount("", str(root), flags=linux.MS_REMOUNT | linux.MS_BIND | linux.MS_RDONLY | linux.MS_NOSUID)
     linux.pivot_into(str(root))
     return system
 
 
-def enter(template: str, disk_bytes: int, system: Iterable[str]) -> None:
+def enter(template: str, disk_bytes: int, system: Iterable[str], runtime: str = "") -> None:
     """Mount a sandbox's file system and make it the root. Called in the sandbox's fresh namespaces, with privileges.
 
-    system: the sandbox's system directories. Sandboxes see shared directories through overlays, so that each sandbox
-    has its own inodes: locks and notifications on system files stay within a sandbox (envd/native/spawn_root.c does
-    the same).
+    system: the sandbox's system directories. runtime: see `BoxSpec.runtime`. Sandboxes see shared directories
+    through overlays, so that each sandbox has its own inodes: locks and notifications on system files stay within a
+    sandbox (envd/native/spawn_root.c does the same).
     """
     linux.mount("", "/", flags=linux.MS_REC | linux.MS_SLAVE)
     safe = linux.MS_NOSUID | linux.MS_NODEV
     _see("/base", "/mnt", linux.MS_NOSUID)
     for path in system:
         _see(f"/system{path}", f"/mnt{path}", safe)
+    if runtime:
+        packages, *others = package_places()
+        _see(f"/runtimes/{runtime}", f"/mnt{packages}", safe)
+        for path in others:  # each sandbox's own, since locks on a shared directory would reach neighbours
+            linux.mount("tmpfs", f"/mnt{path}", "tmpfs", safe | linux.MS_RDONLY, "size=4k,mode=755")
     for name in DEVICES:
         linux.mount(f"/devices/{name}", f"/mnt/dev/{name}", flags=linux.MS_BIND)
     linux.mount("tmpfs", "/mnt/.scratch", "tmpfs", safe, f"size={disk_bytes},mode=755,nr_inodes=65536")

@@ -16,7 +16,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -79,12 +79,14 @@ def run_tests(
     src: bool = False,
     conftests: bool = False,
     changed: Collection[str] = (),
+    configuration: Sequence[str] = (),
 ) -> None:
     """Collect and run the named tests below root.
 
     `send` gets every phase of every test, the names of what was tampered with, and `end` last. origin: distinguishes
     the task's code from the final state's. src: packages may also be in root/src. conftests: read conftest files.
-    changed: files of the diff. Call at most once per process, which must exit afterwards.
+    changed: files of the diff. configuration: further options, of `configured`.
+    Call at most once per process, which must exit afterwards.
     """
     sys.dont_write_bytecode = True
     sys.path[:0] = [str(root), str(root / "src")] if src else [str(root)]
@@ -94,7 +96,7 @@ def run_tests(
     observing.install(lambda key, value: send("see", running[0], key, "", value))
     auditing.install(root, origin.template, changed, origin.hidden, lambda name: send("tamper", status=name))
     recorder = _recorder(root, tests, send, origin, running, ways=_ways(present))
-    if _prepared:
+    if _prepared and not configuration:
         session = _prepared[0]
         session.config.pluginmanager._noconftest = not conftests  # pytest read its options before the task was known
         session.config.pluginmanager.register(recorder)
@@ -108,8 +110,14 @@ def run_tests(
         session.config.hook.pytest_runtestloop(session=session)
     else:
         options = [each for each in _arguments(root) if not (conftests and each == "--noconftest")]
-        pytest.main([*options, *map(str, present)], plugins=[recorder])
+        pytest.main([*options, *configuration, *map(str, present)], plugins=[recorder])
     send("end")
+
+
+def configured(plugins: Sequence[str], ini: Mapping[str, str]) -> list[str]:
+    """Options of pytest that load these modules as plugins and set these keys of its configuration."""
+    loaded = [part for name in plugins for part in ("-p", name)]
+    return loaded + [part for key, value in sorted(ini.items()) for part in ("-o", f"{key}={value}")]
 
 
 def warm_up() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from envd.sandbox import linux, rootfs
 from envd.sandbox.cgroups import Cgroups
 from envd.sandbox.place import sandbox_environment
+from envd.sandbox.python_inside import package_places
 
 
 def main(arguments: list[str]) -> None:
@@ -23,10 +24,12 @@ def main(arguments: list[str]) -> None:
     groups = Cgroups(name, freezer=True)
     owner = linux.sandbox_owner()
     inside = owner if owner == linux.SANDBOX_USER else 0
+    packages = package_places()  # while the host's paths are visible
     linux.own_mounts()
     system = rootfs.prepare_shared_root(run_dir)
     command = ["envd-spawn", "--owner", str(inside), "--run-dir", f"{above}:{run_dir.name}", "--keep", keep]
     command += [f"--system={path}" for path in system]
+    command += [f"--packages={path}" for path in packages]
     kept = [control, above]
     for controller, (base, parent) in groups.descriptors.items():
         command += [f"--{controller}", str(base), "--group", f"{parent}:{name}"]

@@ -33,7 +33,7 @@ from envd.sandbox.origin import Origin
 from envd.sandbox.place import Place
 from envd.sandbox.prepare import Preparation
 from envd.sandbox.proctree import kill_since, reap
-from envd.sandbox.runner import pipe_sender, run_tests
+from envd.sandbox.runner import configured, pipe_sender, run_tests
 from envd.sandbox.verdict import Ending, Record, all_missing, observations, outcomes_and_tampering
 from envd.tools import Output
 from envd.types import VerifyResult
@@ -63,6 +63,7 @@ def serve_verification(sock: socket.socket, place: Place, *, supervised: bool = 
             *(place, blob[: header["diff_bytes"]], files, header["tests"], float(header["timeout_s"]), supervised),
             artifacts=header.get("artifacts", ()),
             product=header.get("product", ()),
+            configuration=configured(header.get("plugins", ()), header.get("ini", {})),
         )
         wire.send(sock, {"result": asdict(result)})
 
@@ -76,10 +77,12 @@ def verify(
     supervised: bool = False,
     artifacts: Sequence[str] = (),
     product: Sequence[str] = (),
+    configuration: Sequence[str] = (),
 ) -> VerifyResult:
     """Run the tests on the template with the diff applied; with `artifacts`, only with the changes to these paths.
 
     product: paths that solutions change; other files of the template that look like test helpers are restored.
+    configuration: further options of pytest.
     """
     # Opened before anything is applied or run, so that a file put at its path later is not read.
     log = os.open(place.scratch / "log", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -88,7 +91,7 @@ def verify(
     problem = preparation.run(diff, hidden, product)
     if problem is not None:
         return VerifyResult(all_missing(tests), "apply_failed", problem)
-    how = layout(place.template, hidden, tests)
+    how = layout(place.template, hidden, tests, configuration)
     origin = Origin(place.workspace, place.template, hidden)
     runner = _Runner(place.workspace, tests, log, how, origin, supervised, preparation.changed)
     ending, records = runner.supervise(timeout_s)
@@ -105,9 +108,12 @@ class Layout:
 
     src: bool
     conftests: bool
+    configuration: tuple[str, ...] = ()
 
 
-def layout(template: Path, hidden: Mapping[str, bytes], tests: Sequence[str]) -> Layout:
+def layout(
+    template: Path, hidden: Mapping[str, bytes], tests: Sequence[str], configuration: Sequence[str] = ()
+) -> Layout:
     """Layout of a task: whether it has a `src` directory to import from, and conftest files above its tests.
 
     The conftest files are safe to read, since the diff's changes to them are undone.
@@ -117,6 +123,7 @@ def layout(template: Path, hidden: Mapping[str, bytes], tests: Sequence[str]) ->
     return Layout(
         src=(template / "src").is_dir(),
         conftests=any(path in hidden or (template / path).is_file() for path in conftests),
+        configuration=tuple(configuration),
     )
 
 
@@ -178,6 +185,7 @@ class _Runner:
                 *(self._root, self._tests, send, self._origin),
                 src=how.src,
                 conftests=how.conftests,
+                configuration=how.configuration,
                 changed=self._changed,
             )
             sys.stdout.flush()

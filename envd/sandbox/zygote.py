@@ -2,9 +2,9 @@
 
     python -m envd.sandbox.zygote CONTROL_FD RUN_DIR NAME --backend namespaces|plain
 
-Control messages (JSON, one a datagram): {"id", "template", "memory", "pids", "cpu", "disk"} with the sandbox's end of a
-socketpair attached; {"kill": id}. When the control connection closes, the server is gone: the zygote kills what it
-forked, removes groups and directories, and ends.
+Control messages (JSON, one a datagram): {"id", "template", "runtime", "cold", "memory", "pids", "cpu", "disk"} with the
+sandbox's end of a socketpair attached; {"kill": id}. When the control connection closes, the server is gone: the zygote
+kills what it forked, removes groups and directories, and ends.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from typing import Any
 from envd.sandbox import linux, rootfs, wire
 from envd.sandbox.cgroups import Cgroups, remove_groups
 from envd.sandbox.entering import close_all_but, enter_copy, enter_namespaces
+from envd.sandbox.in_guest import exec_cold
 from envd.sandbox.place import Place
 from envd.sandbox.proctree import descendants, kill_since, reap
-from envd.sandbox.python_inside import adopt
+from envd.sandbox.python_inside import adopt, package_places
 from envd.sandbox.runner import inside_session
 from envd.sandbox.syscalls import prepare_filter
 from envd.sandbox.verifier import serve_verification
@@ -36,6 +37,7 @@ from envd.tools.paths import WORKSPACE
 _OPEN_FILES = 1024
 _AGAIN_MS = 5
 _ROUNDS = 200
+_LAST_WORDS_S = 10.0
 
 
 class Zygote:
@@ -98,6 +100,7 @@ class Zygote:
             Path("/proc/self/uid_map").write_text(f"0 {uid} 1")
             Path("/proc/self/gid_map").write_text(f"0 {gid} 1")
         linux.unshare(linux.CLONE_NEWNS)
+        package_places()  # cached while the host's paths are visible
         self._system = rootfs.prepare_base(self._run_dir)
         adopt()
         os.chdir(WORKSPACE)
@@ -192,6 +195,8 @@ class Zygote:
                 processes=None if "pids" in enforced or not self._namespaces else request["pids"],
                 memory=None if "memory" in enforced else request["memory"],
             )
+            if request["cold"]:
+                exec_cold(sock, request["cold"])
             serve(sock, place)
         except BaseException as error:  # noqa: BLE001 - the child reports every error and never returns
             _answer_failure(sock, error)
@@ -270,6 +275,9 @@ def serve(sock: socket.socket, place: Place) -> None:
 def _answer_failure(sock: socket.socket, error: BaseException) -> None:
     try:
         wire.send(sock, {"failed": f"{type(error).__name__}: {error}"})
+        sock.settimeout(_LAST_WORDS_S)
+        while sock.recv(65536):  # with data left unread, closing would discard the answer
+            continue
     except OSError:
         pass  # the server has closed the connection
 

@@ -30,6 +30,7 @@ class Wanted:
     labels: Mapping[str, str] = field(default_factory=dict)
     backend: str = ""
     rules_yaml: str = ""
+    runtime: str = ""
 
     @classmethod
     def of(cls, request: Any) -> Wanted:
@@ -41,6 +42,7 @@ class Wanted:
             dict(request.labels),
             request.backend,
             request.policy_yaml,
+            request.runtime,
         )
         _check_numbers(wanted.limits)
         check_env(wanted.env)

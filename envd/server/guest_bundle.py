@@ -29,12 +29,15 @@ print(json.dumps({name: module.__file__ for name, module in sys.modules.items()
 """
 _WHOLE = ("_pytest", "pytest", "pluggy")
 """Packages that are sent whole, since they import submodules later."""
+_OURS = ("contracts", "envd")
 _ROOT = Path(__file__).resolve().parents[2]
 
 
 @functools.cache
-def bundle() -> bytes:
+def bundle(with_pytest: bool = True) -> bytes:
     """Bytes of all files, each preceded by the lengths of its name and content.
+
+    with_pytest: without, only our own packages, for a sandbox with a runtime.
 
     Blocks for half a second at the first call. Raises BackendUnavailable.
     """
@@ -49,8 +52,8 @@ def bundle() -> bytes:
     for name, where in json.loads(done.stdout.splitlines()[-1]).items():
         path = Path(where)
         inside = name.replace(".", "/") + ("/__init__.py" if path.name == "__init__.py" else ".py")
-        if not where.endswith(f"/{inside}"):
-            continue  # a second name of another module
+        if not where.endswith(f"/{inside}") or not (with_pytest or name.partition(".")[0] in _OURS):
+            continue  # a second name of another module, or not wanted
         files[inside] = path
         if name in _WHOLE and path.name == "__init__.py":
             files |= {f"{name}/{each.relative_to(path.parent)}": each for each in path.parent.rglob("*.py")}

@@ -34,7 +34,7 @@ async def verify_in_guest(backend: Backend, spec: BoxSpec, request: bytes, timeo
 
     Raises SandboxGone if there is no reply: the sandbox or its Python failed or hung.
     """
-    sent = await asyncio.to_thread(bundle)
+    sent = await asyncio.to_thread(bundle, not spec.runtime)
     box = await backend.create(spec)
     try:
         async with asyncio.timeout(timeout_s):

@@ -26,6 +26,7 @@ from envd.server.limits_watch import LimitsWatch
 from envd.server.live import Live
 from envd.server.quotas import Claim, Quotas
 from envd.server.rules import Decisions, Rules, load_rules
+from envd.server.runtimes import Runtimes
 from envd.server.snapshots import Snapshots, remove_tree
 from envd.server.templates import Templates
 
@@ -45,12 +46,13 @@ class Sandboxes:
         backends: Mapping[str, Backend],
         templates: Templates,
         snapshots: Snapshots,
+        runtimes: Runtimes,
         *,
         rules: Rules,
         audit: AuditLog,
         quotas: Quotas | None = None,
     ) -> None:
-        self.backends, self.templates, self.snapshots = backends, templates, snapshots
+        self.backends, self.templates, self.snapshots, self.runtimes = backends, templates, snapshots, runtimes
         self.rules, self.audit = rules, audit
         self.quotas = Quotas(rules.quotas, audit) if quotas is None else quotas
         templates.on_removed = self._template_removed
@@ -147,13 +149,21 @@ class Sandboxes:
     async def _claimed(self, spec: BoxSpec, start: Callable[[], Coroutine[Any, Any, Box]]) -> tuple[Box, Claim]:
         """Claim the quotas, hold the template and start a box. Raises QuotaExceeded, and as `started`."""
         claim = self.quotas.claim(spec.limits.memory_mb)
-        self.templates.hold(spec.template)
+        self._hold(spec)
         try:
             return await self.started(start()), claim
         except BaseException:
             claim.release()
-            self.templates.release(spec.template)
+            self._release(spec)
             raise
+
+    def _hold(self, spec: BoxSpec) -> None:
+        self.templates.hold(spec.template)
+        self.runtimes.hold(spec.runtime)
+
+    def _release(self, spec: BoxSpec) -> None:
+        self.templates.release(spec.template)
+        self.runtimes.release(spec.runtime)
 
     async def _template_removed(self, digest: str) -> None:
         for backend in self.backends.values():
@@ -169,6 +179,7 @@ class Sandboxes:
             template=template,
             template_dir=self.templates.directory_of(template),
             limits=decisions.limits,
+            runtime=self.runtimes.require(wanted.runtime, backend),
             env=wanted.env,
             host_name=host_name,
             network=decisions.network,
@@ -262,7 +273,7 @@ class Sandboxes:
                 await remove_tree(stored)
             if live.claim is not None and not live.claim.released:
                 live.claim.release()
-                self.templates.release(live.spec.template)
+                self._release(live.spec)
 
     async def destroy(self, live: Live, box: Box) -> None:
         """Stop a sandbox's egress proxy, then destroy its box."""

@@ -48,6 +48,7 @@ from envd.server.operations.tracing import start_tracing
 from envd.server.operations.trail import Trail
 from envd.server.quotas import Quotas
 from envd.server.rules import load_rules
+from envd.server.runtimes import Runtimes
 from envd.server.sandboxes import Sandboxes
 from envd.server.service_sandboxes import SandboxesService
 from envd.server.service_tools import ToolsService
@@ -142,10 +143,11 @@ async def serve(options: Options) -> None:
         quotas = Quotas(rules.quotas, audit)
         templates = Templates(run_dir / "templates", linux.sandbox_owner(), quotas)
         stack.push_async_callback(templates.settled)
+        runtimes = Runtimes(run_dir / "runtimes")
         snapshots = Snapshots(options.snapshot_dir or run_dir / "snapshots", quotas)
         stack.push_async_callback(snapshots.stop)
-        backends, verifications = await _started(stack, options, run_dir, templates)
-        sandboxes = Sandboxes(backends, templates, snapshots, rules=rules, audit=audit, quotas=quotas)
+        backends, verifications = await _started(stack, options, run_dir, templates, runtimes)
+        sandboxes = Sandboxes(backends, templates, snapshots, runtimes, rules=rules, audit=audit, quotas=quotas)
         stack.push_async_callback(sandboxes.stop)
         stack.callback(asyncio.ensure_future(sandboxes.limits.rounds(lambda: sandboxes.all({}))).cancel)
         interceptors: list[grpc.aio.ServerInterceptor] = [KeyCheck(keys, audit)] if keys else []
@@ -178,7 +180,7 @@ async def serve(options: Options) -> None:
 
 
 async def _started(
-    stack: contextlib.AsyncExitStack, options: Options, run_dir: Path, templates: Templates
+    stack: contextlib.AsyncExitStack, options: Options, run_dir: Path, templates: Templates, runtimes: Runtimes
 ) -> tuple[dict[str, Backend], Verifications]:
     """Start the backends and the verifications concurrently, since both are slow to start."""
     starting = Starting(options.backends, run_dir)
@@ -188,7 +190,7 @@ async def _started(
     except BaseException:
         await starting.abandon()
         raise
-    verifications = await starting.finished(backends, templates)
+    verifications = await starting.finished(backends, templates, runtimes)
     stack.push_async_callback(verifications.stop)
     return backends, verifications
 
@@ -290,7 +292,7 @@ async def _run_directory(state_dir: Path | None) -> AsyncIterator[Path]:
             await asyncio.to_thread(sweep_abandoned, above, OWNED)
         run_dir.mkdir(exist_ok=given)
         run_dir.chmod(0o711)
-        for name in ("templates", "boxes"):
+        for name in ("templates", "runtimes", "boxes"):
             (run_dir / name).mkdir()
     except OSError as error:
         raise EnvdError(f"the server can't create its directory: {describe(error)}") from error

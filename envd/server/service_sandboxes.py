@@ -26,6 +26,13 @@ class SandboxesService(Service, rpc.SandboxesServicer):
         return pb.PutTemplateReply(digest=await self.sandboxes.templates.put(request.files))
 
     @unary
+    async def PutRuntime(self, request: pb.PutRuntimeRequest, context: Context) -> pb.PutRuntimeReply:
+        """Take a piece of a runtime's tar."""
+        about = (request.digest, request.size, request.offset, request.data)
+        # finished: a piece must not be taken halfway when its caller leaves
+        return pb.PutRuntimeReply(received=await self.sandboxes.finished(self.sandboxes.runtimes.put(*about)))
+
+    @unary
     async def Create(self, request: pb.CreateRequest, context: Context) -> pb.CreateReply:
         """Start a sandbox."""
         return created(await self.sandboxes.create(Wanted.of(request)))

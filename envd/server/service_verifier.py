@@ -44,6 +44,9 @@ class VerifierService(Service, rpc.VerifierServicer):
             None if left is None else max((left - timeout_s) / 2, 0),
             artifacts=request.artifacts,
             product=request.product,
+            runtime=request.runtime,
+            plugins=request.plugins,
+            ini=request.ini,
         )
         if result["exit"] == "timed_out":
             self.sandboxes.audit.record("limit.time", "", what="verification", seconds=timeout_s)

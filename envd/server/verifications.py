@@ -17,7 +17,9 @@ from envd.backends.base import Backend, BoxSpec
 from envd.errors import EnvdError, ServerBusy
 from envd.sandbox import wire
 from envd.server.exporting import patterns_of
+from envd.server.guest_bundle import bundle
 from envd.server.guest_verifications import verify_in_guest
+from envd.server.runtimes import Runtimes
 from envd.server.templates import Templates
 from envd.server.zygotes import Zygote
 from envd.types import Limits
@@ -33,9 +35,9 @@ _OF = {"auto": "namespaces", "namespaces": "namespaces", "plain": "plain"}
 class Verifications:
     """Runs verifications, at most one per core at a time."""
 
-    def __init__(self, zygotes: Mapping[str, Zygote], templates: Templates) -> None:
+    def __init__(self, zygotes: Mapping[str, Zygote], templates: Templates, runtimes: Runtimes) -> None:
         """zygotes: by the name of the backend that they verify for."""
-        self._zygotes, self._templates = dict(zygotes), templates
+        self._zygotes, self._templates, self._runtimes = dict(zygotes), templates, runtimes
         self._slots = asyncio.Semaphore(os.cpu_count() or 1)
         self._count = self._running = 0
 
@@ -56,6 +58,9 @@ class Verifications:
         patience_s: float | None = None,
         artifacts: Sequence[str] = (),
         product: Sequence[str] = (),
+        runtime: str = "",
+        plugins: Sequence[str] = (),
+        ini: Mapping[str, str] = {},
     ) -> dict[str, Any]:
         """Grade a final state in a fresh sandbox and return the verifier's result.
 
@@ -64,6 +69,7 @@ class Verifications:
         """
         patterns_of(artifacts)
         digest = self._templates.require(template)
+        self._runtimes.require(runtime, backend)
         files = sorted(hidden.items())
         header = {
             "op": "verify",
@@ -73,9 +79,11 @@ class Verifications:
             "timeout_s": timeout_s,
             "artifacts": list(artifacts),
             "product": list(product),
+            "plugins": list(plugins),
+            "ini": dict(ini),
         }
         blob = diff + b"".join(content for _, content in files)
-        with self._templates.held(digest), self._counted():
+        with self._templates.held(digest), self._runtimes.held(runtime), self._counted():
             try:
                 async with asyncio.timeout(patience_s):
                     await self._slots.acquire()
@@ -83,9 +91,9 @@ class Verifications:
                 raise ServerBusy(f"no verification slot became free within {patience_s:g} s: retry") from error
             try:
                 if backend.name in self._zygotes:
-                    reply = await self._by_zygote(backend.name, digest, limits, header, blob)
+                    reply = await self._by_zygote(backend.name, digest, limits, header, blob, runtime)
                 else:
-                    spec = self._spec(digest, limits)
+                    spec = self._spec(digest, limits, runtime)
                     reply = await verify_in_guest(backend, spec, wire.pack(header, blob), timeout_s + _GUEST_S)
             finally:
                 self._slots.release()
@@ -100,19 +108,20 @@ class Verifications:
             self._running -= 1
 
     async def _by_zygote(
-        self, name: str, digest: str, limits: Limits, header: dict[str, Any], blob: bytes
+        self, name: str, digest: str, limits: Limits, header: dict[str, Any], blob: bytes, runtime: str
     ) -> dict[str, Any]:
-        link = await self._zygotes[name].spawn(digest, limits, {})
+        cold = await asyncio.to_thread(bundle, False) if runtime and not self._runtimes.is_ours(runtime) else b""
+        link = await self._zygotes[name].spawn(digest, limits, {}, runtime=runtime, cold=cold)
         try:
             reply, _ = await link.ask(header, blob, timeout_s=header["timeout_s"] + _ASK_S)
         finally:
             link.close()
         return reply
 
-    def _spec(self, digest: str, limits: Limits) -> BoxSpec:
+    def _spec(self, digest: str, limits: Limits, runtime: str) -> BoxSpec:
         self._count += 1
         directory = self._templates.directory_of(digest)
-        return BoxSpec(f"verify-{self._count}", digest, directory, limits, supervised=True)
+        return BoxSpec(f"verify-{self._count}", digest, directory, limits, runtime, supervised=True)
 
     async def died(self) -> str:
         """Wait until a zygote ends by itself, and return an error text."""
@@ -140,12 +149,15 @@ class Starting:
             for kind in {_OF[name] for name in names if name in _OF}
         }
 
-    async def finished(self, backends: Mapping[str, Backend], templates: Templates) -> Verifications:
+    async def finished(
+        self, backends: Mapping[str, Backend], templates: Templates, runtimes: Runtimes
+    ) -> Verifications:
         """Verifications with the zygotes of the started backends; stops the others. Raises BackendUnavailable."""
         try:
             for kind in [kind for kind in self._zygotes if kind not in backends]:
                 await self._let_go(self._zygotes.pop(kind))
-            return Verifications({kind: await starting for kind, starting in self._zygotes.items()}, templates)
+            zygotes = {kind: await starting for kind, starting in self._zygotes.items()}
+            return Verifications(zygotes, templates, runtimes)
         except BaseException:
             await self.abandon()
             raise

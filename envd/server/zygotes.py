@@ -122,8 +122,13 @@ class Zygote:
             )
         return cls(process, ours, tuple(json.loads(hello)["enforced"]))
 
-    async def spawn(self, template: str, limits: Limits, env: dict[str, str]) -> Link:
-        """Fork a sandbox and return its link once it is ready. Raises SandboxStartError."""
+    async def spawn(
+        self, template: str, limits: Limits, env: dict[str, str], *, runtime: str = "", cold: bytes = b""
+    ) -> Link:
+        """Fork a sandbox and return its link once it is ready. Raises SandboxStartError.
+
+        cold: the verifier's modules (guest_bundle.py), which a fresh interpreter is given instead of a fork's.
+        """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self._count += 1
         name = f"verifier-{self._count}"
@@ -131,12 +136,14 @@ class Zygote:
             ours.setblocking(False)
             reader, writer = await asyncio.open_unix_connection(sock=ours, limit=1 << 20)
             try:
-                await self._request(name, template, limits, theirs)
+                await self._request(name, template, limits, theirs, runtime, len(cold))
             except BaseException:
                 writer.close()
                 raise
         link = Link(reader, writer, functools.partial(self._kill, name))
         try:
+            if cold:
+                writer.write(cold)
             await link.ask({"op": "init", "env": env}, timeout_s=_START_TIMEOUT_S)
         except SandboxGone as error:
             raise SandboxStartError(_TOO_LOW.format(error)) from error
@@ -147,10 +154,14 @@ class Zygote:
         await self._ended.wait()
         return "the verifier's zygote died: restart envd; the kernel's log tells whether memory ran out"
 
-    async def _request(self, name: str, template: str, limits: Limits, theirs: socket.socket) -> None:
+    async def _request(
+        self, name: str, template: str, limits: Limits, theirs: socket.socket, runtime: str, cold: int
+    ) -> None:
         request = {
             "id": name,
             "template": template,
+            "runtime": runtime,
+            "cold": cold,
             "memory": limits.memory_mb * _MIB,
             "pids": limits.pids,
             "cpu": limits.cpu,

@@ -19,6 +19,7 @@ from contracts.chat import ChatTokenizer
 from contracts.episodes import Episode, Outcome, Slot, ToolCallRecord, episode_id
 from contracts.errors import InfraFault
 from contracts.retries import backoff_s
+from contracts.store import Store
 from contracts.tasks import Task
 from envd.client import EnvdError, Limits, SandboxClient
 from inference.engines.base import Completion, Engine, SamplingParams
@@ -70,9 +71,10 @@ class Player:
         policy_version: str,
         key: str,
         limits: Limits = Limits(),
+        store: Store | None = None,
     ) -> Player:
-        """Player with `config.concurrency` episodes in flight. limits: of each sandbox."""
-        workspaces = Workspaces(sandboxes, limits, config.episode_timeout_s)
+        """Player with `config.concurrency` episodes in flight. limits: of each sandbox. store: has tasks' runtimes."""
+        workspaces = Workspaces(sandboxes, limits, config.episode_timeout_s, store)
         return cls(engine, workspaces, tokenizer, config, policy_version, key, asyncio.Semaphore(config.concurrency))
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from contracts.chat import ChatTokenizer
 from contracts.episodes import Episode
+from contracts.store import Store
 from contracts.tasks import Task
 from envd.client import Limits, SandboxClient
 from inference.errors import RolloutError
@@ -40,10 +41,11 @@ async def replay_episode(
     tokenizer: ChatTokenizer,
     config: RolloutConfig,
     limits: Limits = Limits(),
+    store: Store | None = None,
 ) -> Replay:
     """Execute the policy's recorded tokens in a fresh sandbox of `task`.
 
-    Episodes ended by the clock or by a fault can't be replayed.
+    Episodes ended by the clock or by a fault can't be replayed. store: has the task's runtime.
 
     Raises RolloutError when `task` is not the one that was played, InfraFault when the sandbox fails.
     """
@@ -55,7 +57,7 @@ async def replay_episode(
     (sequence,) = episode.sequences
     ids, turns = sequence.token_ids, policy_turns(sequence)
     ends = [start for start, _ in turns[1:]] + [len(ids)]
-    workspace = Workspaces(sandboxes, limits, config.episode_timeout_s).open(task)
+    workspace = Workspaces(sandboxes, limits, config.episode_timeout_s, store).open(task)
     agreed, differing = 0, None
     try:
         for index, ((start, end), answer_end) in enumerate(zip(turns, ends, strict=True)):

@@ -93,7 +93,11 @@ async def run_shard(
     """
     await _check(plan, shard, engine, tasks)
     player = Player.of(
-        engine, sandboxes, tokenizer, plan.config, policy_version=plan.policy.digest, key=plan.key, limits=limits
+        *(engine, sandboxes, tokenizer, plan.config),
+        policy_version=plan.policy.digest,
+        key=plan.key,
+        limits=limits,
+        store=store,
     )
     owner, meter = ClaimOwner(store, plan.key), Meter(shard, progress)
     commits = _GroupCommits(plan, shard, tasks, store, grader, owner)

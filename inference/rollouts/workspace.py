@@ -8,6 +8,8 @@ import logging
 from collections.abc import Sequence
 
 from contracts.errors import InfraFault, TriplaneError
+from contracts.runtimes import runtime_archive
+from contracts.store import Store
 from contracts.tasks import Task
 from envd.client import (
     EnvdError,
@@ -29,18 +31,21 @@ _log = logging.getLogger(__name__)
 
 
 class Workspaces:
-    """Provides workspaces through one client and stores each task's files there once."""
+    """Provides workspaces through one client and stores each task's files and runtime there once."""
 
-    def __init__(self, client: SandboxClient, limits: Limits, episode_timeout_s: float) -> None:
-        self._client, self._timeout_s = client, episode_timeout_s
+    def __init__(
+        self, client: SandboxClient, limits: Limits, episode_timeout_s: float, store: Store | None = None
+    ) -> None:
+        """store: has the runtimes of tasks."""
+        self._client, self._timeout_s, self._store = client, episode_timeout_s, store
         self._limits = dataclasses.replace(limits, lifetime_s=episode_timeout_s + LIFETIME_MARGIN_S)
-        self._templates: dict[str, asyncio.Task[str]] = {}
+        self._templates: dict[tuple[str, str], asyncio.Task[str]] = {}
 
     def on(self, server: SandboxClient | None) -> Workspaces:
         """Provider of the same workspaces on one server. None: on any."""
         if server is None or server is self._client:
             return self
-        return Workspaces(server, self._limits, self._timeout_s)
+        return Workspaces(server, self._limits, self._timeout_s, self._store)
 
     def open(self, task: Task) -> Workspace:
         """Workspace of one attempt at `task`; nothing is started yet."""
@@ -50,20 +55,40 @@ class Workspaces:
         """Start a fresh sandbox of `task`. Raises InfraFault."""
         for again in (False, True):
             try:
-                return await self._client.create(await self._stored(task), limits=self._limits)
+                return await self._client.create(
+                    await self._stored(task),
+                    limits=self._limits_of(task),
+                    env=task.environment.variables(task.files),
+                    runtime=task.environment.runtime,
+                )
             except TriplaneError as error:
-                self._templates.pop(task.files_digest, None)
+                self._templates.pop(self._key(task), None)
                 # a server removes templates that were not used for long
                 if again or not isinstance(error, TemplateError):
                     raise InfraFault(f"no sandbox for task {task.task_id}: {error}") from error
         raise AssertionError("unreachable")
 
     async def _stored(self, task: Task) -> str:
-        files = task.files_digest
-        storing = self._templates.get(files)
+        key = self._key(task)
+        storing = self._templates.get(key)
         if storing is None:
-            storing = self._templates[files] = asyncio.create_task(self._client.put_template(task.files))
+            storing = self._templates[key] = asyncio.create_task(self._store_files(task))
         return await asyncio.shield(storing)
+
+    async def _store_files(self, task: Task) -> str:
+        runtime = task.environment.runtime
+        if runtime:
+            archive = await asyncio.to_thread(runtime_archive, self._store, runtime)
+            await self._client.put_runtime(runtime, archive)
+        return await self._client.put_template(task.files)
+
+    def _limits_of(self, task: Task) -> Limits:
+        least = task.environment.memory_mb or 0
+        return dataclasses.replace(self._limits, memory_mb=max(self._limits.memory_mb, least))
+
+    @staticmethod
+    def _key(task: Task) -> tuple[str, str]:
+        return task.files_digest, task.environment.runtime
 
 
 class Workspace:

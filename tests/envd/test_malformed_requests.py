@@ -62,7 +62,7 @@ def served(tmp_path: Path, job: Job, *, address: str = "", interceptors: Any = (
         audit: Any = AuditLog()
         nothing: Any = None
         sandboxes = Sandboxes(
-            {}, Templates(tmp_path / "templates", os.getuid()), nothing, rules=load_rules(""), audit=audit
+            {}, Templates(tmp_path / "templates", os.getuid()), nothing, nothing, rules=load_rules(""), audit=audit
         )
         sandboxes._live["own"] = Known("right")
         options = [("grpc.max_receive_message_length", ACCEPTED_BYTES)]

@@ -20,7 +20,7 @@ from envd.sandbox.linux import sandbox_owner
 from tests.fuzz.agents import HERE, Finding
 from tests.fuzz.mutation import Mutator
 
-_REQUEST = struct.Struct("<IIQQIIII96s96s")
+_REQUEST = struct.Struct("<IIQQIIII96s96s96s")
 _REPORT = struct.Struct("<IIq240s")
 _CREATE, _KILL, _ARCHIVE, _LEAVE = 1, 2, 3, 4
 _READY, _ENDED = 1, 4
@@ -115,7 +115,7 @@ class SpawnerTarget:
             self._end(number)
         self._number += 1
         # not known: answered at once, after all that was asked before
-        self._talk(_REQUEST.pack(_KILL, self._number, 0, 0, 0, 0, 0, 0, b"", b""), [])
+        self._talk(_REQUEST.pack(_KILL, self._number, 0, 0, 0, 0, 0, 0, b"", b"", b""), [])
         while self._hear(wait=True) != (_ENDED, self._number):
             continue
 
@@ -140,7 +140,7 @@ class SpawnerTarget:
             usual if chance.random() < 0.6 else [chance.choice((each, number(each))) for each in usual]
         )
         wide = chance.choice((1, 1, 1, 1 << 32, secrets.randbelow(1 << 30)))
-        names = [chance.choice(_NAMES), chance.choice(_NAMES)]
+        names = [chance.choice(_NAMES), chance.choice(_NAMES), chance.choice((b"", *_NAMES))]
         flags = chance.choice(_FLAGS)
         return _REQUEST.pack(
             kind, box & 0xFFFFFFFF, memory * wide & (1 << 64) - 1, disk * wide & (1 << 64) - 1, *others, flags, *names
@@ -148,7 +148,7 @@ class SpawnerTarget:
 
     def _end(self, number: int) -> None:
         self._streams.pop(number).close()
-        self._talk(_REQUEST.pack(_KILL, number, 0, 0, 0, 0, 0, 0, b"", b""), [])
+        self._talk(_REQUEST.pack(_KILL, number, 0, 0, 0, 0, 0, 0, b"", b"", b""), [])
 
     def _talk(self, data: bytes, fds: list[int]) -> None:
         try:

@@ -1,4 +1,4 @@
-"""`triplane tasks`: build or import a task suite, list, show and prove its tasks, run an agent on them."""
+"""`triplane tasks`: build, make or import a task suite, list, show and prove its tasks, run an agent on them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from contracts.errors import TriplaneError
 from contracts.store import open_store
 from contracts.tasks import Split
 from contracts.visible import visible
-from triplane_dagster.cli import tasks_own
+from triplane_dagster.cli import tasks_make, tasks_own
 from triplane_dagster.cli.experiments import find_experiment
 from triplane_dagster.cli.options import AsJson, ExperimentName, Limit, Overrides
 from triplane_dagster.cli.output import cell, console, print_json, print_rows
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Build or import a task suite; list, show and prove its tasks; run an agent on them.",
+    help="Build, make or import a task suite; list, show and prove its tasks; run an agent on them.",
 )
 
 OfSplit = Annotated[Split | None, typer.Option("--split", help="Only tasks of this split.")]
@@ -194,5 +194,6 @@ def check(
         )
 
 
+app.command()(tasks_make.make)
 app.command("import")(tasks_own.import_tasks)
 app.command()(tasks_own.run)

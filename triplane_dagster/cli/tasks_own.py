@@ -114,7 +114,7 @@ def run(
     tasks = list(suite_tasks(artifact, split).values())[:limit]
     if not tasks:
         raise TriplaneError(f"task suite {artifact.ref.short} has no task in split {split}: choose another")
-    played = _play(player, tasks, wanted, max_turns)
+    played = _play(player, tasks, wanted, max_turns, artifact.store)
     rows = [_row(each) for each in played]
     score = sum(each.verdict.solved for each in played) / len(played)
     if as_json:
@@ -132,7 +132,7 @@ def run(
         )
 
 
-def _play(agent: Agent, tasks: list[Any], experiment: Any, max_turns: int) -> list[Played]:
+def _play(agent: Agent, tasks: list[Any], experiment: Any, max_turns: int, store: Any) -> list[Played]:
     from curation.tasks.agents import play_suite
     from curation.verify import Verifier
     from resources.sandboxes import SandboxesResource
@@ -146,7 +146,7 @@ def _play(agent: Agent, tasks: list[Any], experiment: Any, max_turns: int) -> li
                 tasks,
                 agent,
                 client,
-                Verifier(client, None),
+                Verifier(client, None, runtimes=store),
                 limits=experiment.sandboxes.limits.limits(),
                 max_turns=max_turns,
                 progress=lambda done, total: _show(bars, "playing", done, total),

@@ -10,7 +10,8 @@ from pathlib import Path
 from contracts.artifacts import Artifact, ArtifactWriter, find_artifact
 from contracts.digests import action_key, digest_of
 from contracts.store import Store
-from contracts.tasks import Split, Task, tasks_table
+from contracts.suites import add_tasks
+from contracts.tasks import Split, Task
 from curation.errors import TaskError
 from curation.tasks.importing.folder import read_folder
 from curation.tasks.importing.reading import Reading
@@ -67,7 +68,7 @@ async def import_suite(
         "splits": {split.value: splits[split.value] for split in DEFAULT_SHARES},
     }
     with ArtifactWriter(store, "task_suite", key, parents={}, config=config, code_version=IMPORT_SUITE_VERSION) as out:
-        out.add_table("tasks.parquet", tasks_table(tasks))
+        add_tasks(out, tasks)
         out.add_json("validation.json", report.model_dump())
         return out.commit(meta=meta)
 

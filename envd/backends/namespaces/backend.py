@@ -153,7 +153,15 @@ class NamespacesBackend:
         self._templates = run_dir / "templates"
         self._groups = box_groups(groups, ".")
         walls = set(spawner.walls)
-        can = {"snapshot", "fork", "migrate", "pty", "network", *(["pause"] if "unified" in self._groups else [])}
+        can = {
+            "snapshot",
+            "fork",
+            "migrate",
+            "pty",
+            "network",
+            "runtime",
+            *(["pause"] if "unified" in self._groups else []),
+        }
         limits = tuple(sorted(walls & {"memory", "pids", "cpu"} | {"disk"}))
         self._features = Features(IsolationLevel.PROCESS, limits, False, frozenset(can), "native")
         self.pool = Pool(self._start, pool, warm=_warm, width=len(os.sched_getaffinity(0)))
@@ -222,6 +230,7 @@ class NamespacesBackend:
                 started = self.spawner.create(
                     theirs,
                     template=spec.template_dir.name,
+                    runtime=spec.runtime,
                     host_name=spec.host_name,
                     limits=spec.limits,
                     read_only=spec.read_only,

@@ -17,7 +17,7 @@ from envd.errors import BackendUnavailable, EnvdError, SandboxStartError
 from envd.sandbox.cgroups import remove_groups
 from envd.types import Limits
 
-_REQUEST = struct.Struct("<IIQQIIII96s96s")
+_REQUEST = struct.Struct("<IIQQIIII96s96s96s")
 _REPORT = struct.Struct("<IIq240s")
 _MAX_NAME = 95
 _CREATE, _KILL, _ARCHIVE, _LEAVE = 1, 2, 3, 4
@@ -125,6 +125,7 @@ class Spawner:
         read_only: bool = False,
         proxy: bool = False,
         archive: int | None = None,
+        runtime: str = "",
     ) -> Started:
         """Request a sandbox whose agent serves `stream`. The caller keeps ownership of both descriptors.
 
@@ -140,9 +141,9 @@ class Spawner:
         flags = (_READ_ONLY if read_only else 0) | (0 if archive is None else _RESTORE) | (_PROXY if proxy else 0)
         quota = max(1000, int(limits.cpu * _PERIOD_US))
         sizes = (limits.memory_mb * _MIB, limits.disk_mb * _MIB, limits.pids, quota, _OPEN_FILES)
-        names = [each.encode() for each in (template, host_name)]
+        names = [each.encode() for each in (template, host_name, runtime)]
         if any(len(each) > _MAX_NAME for each in names):
-            raise SandboxStartError(f"a sandbox's template and host name have at most {_MAX_NAME} bytes")
+            raise SandboxStartError(f"a sandbox's template, host name and runtime have at most {_MAX_NAME} bytes")
         started = self._boxes[number] = Started(number, self._loop.create_future(), self._loop.create_future())
         fds = [stream.fileno(), *([] if archive is None else [archive])]
         self._send(_REQUEST.pack(_CREATE, number, *sizes, flags, *names), fds)
@@ -293,7 +294,7 @@ def _settle(future: asyncio.Future[None]) -> None:
 
 
 def _plain(kind: int, number: int, flags: int = 0) -> bytes:
-    return _REQUEST.pack(kind, number, 0, 0, 0, 0, 0, flags, b"", b"")
+    return _REQUEST.pack(kind, number, 0, 0, 0, 0, 0, flags, b"", b"", b"")
 
 
 def _words(text: bytes) -> str:

@@ -152,6 +152,7 @@ class States:
             env=live.spec.env,
             labels=live.labels,
             policy_yaml=live.rules_yaml,
+            runtime=live.spec.runtime,
         )
 
     async def save(self, live: Live, into: Path) -> tuple[str, ...]:
@@ -201,7 +202,9 @@ def require(live: Live, feature: str) -> None:
 def wanted_of(live: Live) -> Wanted:
     """Create request for a copy of a sandbox."""
     spec = live.spec
-    return Wanted(spec.template, asdict(spec.limits), spec.env, live.labels, live.backend.name, live.rules_yaml)
+    return Wanted(
+        *(spec.template, asdict(spec.limits), spec.env, live.labels, live.backend.name, live.rules_yaml, spec.runtime)
+    )
 
 
 def fresh_host_name() -> str:

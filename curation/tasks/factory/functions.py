@@ -1,0 +1,151 @@
+"""Functions of a repository: where they stand in its files, and which tests run their lines."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import PurePosixPath
+
+from curation.tasks.importing.trees import Tree
+
+FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
+_NOT_PRODUCT = frozenset({"tests", "test", "testing", "docs", "doc", "examples", "benchmarks", "bench", "scripts"})
+_NOT_PRODUCT_FILES = frozenset({"setup.py", "conftest.py", "versioneer.py", "noxfile.py", "_version.py"})
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """A file of the product, parsed."""
+
+    path: str
+    data: bytes
+    module: ast.Module
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """Byte offset of each line; the first has index 0."""
+        starts = [0]
+        for line in self.data.split(b"\n"):
+            starts.append(starts[-1] + len(line) + 1)
+        return starts
+
+    def offset(self, line: int, column: int) -> int:
+        """Byte offset of a position as `ast` gives it."""
+        return self.starts[line - 1] + column
+
+    def span(self, node: ast.AST) -> tuple[int, int]:
+        """Byte offsets of a node: start and end."""
+        return (
+            self.offset(node.lineno, node.col_offset),  # type: ignore[attr-defined]
+            self.offset(node.end_lineno, node.end_col_offset),  # type: ignore[attr-defined]
+        )
+
+    def text(self, node: ast.AST) -> str:
+        """Source of a node."""
+        start, end = self.span(node)
+        return self.data[start:end].decode()
+
+    @cached_property
+    def functions(self) -> list[Function]:
+        """Outermost functions: of the module and of its classes."""
+        return list(_functions(self, self.module.body, ()))
+
+
+@dataclass(frozen=True, eq=False)
+class Function:
+    """An outermost function: nested ones belong to it."""
+
+    source: Source
+    qualname: str
+    node: FunctionNode
+
+    @property
+    def key(self) -> str:
+        """path::qualname."""
+        return f"{self.source.path}::{self.qualname}"
+
+    @property
+    def first(self) -> int:
+        """Its first line, decorators included."""
+        return min([self.node.lineno, *(each.lineno for each in self.node.decorator_list)])
+
+    @property
+    def last(self) -> int:
+        """Its last line."""
+        return self.node.end_lineno or self.node.lineno
+
+    @property
+    def body(self) -> list[ast.stmt]:
+        """Statements after the docstring."""
+        return self.node.body[1:] if ast.get_docstring(self.node, clean=False) is not None else self.node.body
+
+    @property
+    def docstring(self) -> str:
+        """Docstring, cleaned; empty without one."""
+        return ast.get_docstring(self.node) or ""
+
+    @property
+    def text(self) -> str:
+        """Its lines, decorators included."""
+        lines = self.source.data.decode().split("\n")
+        return "\n".join(lines[self.first - 1 : self.last])
+
+
+def product_sources(tree: Tree) -> list[Source]:
+    """Parsed files of the product, by path. Files that are not UTF-8 or not Python are left out."""
+    found = []
+    for path in sorted(tree):
+        if path.endswith(".py") and not is_test_file(path) and _is_product(path) and b"\r" not in tree[path]:
+            try:
+                found.append(Source(path, tree[path], ast.parse(tree[path].decode())))
+            except (SyntaxError, ValueError):
+                continue
+    return found
+
+
+def is_test_file(path: str) -> bool:
+    """Whether pytest collects a file of this name by default."""
+    name = PurePosixPath(path).name
+    return name.endswith(".py") and (name.startswith("test_") or name.endswith("_test.py"))
+
+
+def _is_product(path: str) -> bool:
+    parts = PurePosixPath(path).parts
+    return not set(parts[:-1]) & _NOT_PRODUCT and parts[-1] not in _NOT_PRODUCT_FILES
+
+
+def _functions(source: Source, body: Sequence[ast.stmt], classes: tuple[str, ...]) -> Iterator[Function]:
+    for node in body:
+        if isinstance(node, FunctionNode):
+            yield Function(source, ".".join([*classes, node.name]), node)
+        elif isinstance(node, ast.ClassDef):
+            yield from _functions(source, node.body, (*classes, node.name))
+        elif isinstance(node, (ast.If, ast.Try)):
+            for part in (node.body, node.orelse, getattr(node, "finalbody", [])):
+                yield from _functions(source, part, classes)
+
+
+class Lines:
+    """Tests that run each line of the product, as coverage.py recorded them."""
+
+    def __init__(self, recorded: Mapping[str, Mapping[str, object]]) -> None:
+        """recorded: by path, "sets" of node ids and the number of the set of each line, in "lines"."""
+        self._lines: dict[str, dict[int, frozenset[str]]] = {}
+        for path, found in recorded.items():
+            sets = [frozenset(each) for each in found["sets"]]  # type: ignore[attr-defined]
+            lines = found["lines"].items()  # type: ignore[attr-defined]
+            self._lines[path] = {int(line): sets[number] for line, number in lines}
+
+    def tests(self, path: str, first: int, last: int) -> frozenset[str]:
+        """Tests that run one of these lines."""
+        lines = self._lines.get(path, {})
+        names = frozenset[str]().union(*(lines.get(line, frozenset()) for line in range(first, last + 1)))
+        return names - {""}
+
+    def imported(self, function: Function) -> bool:
+        """Whether a line of a function's body ran outside of tests, as its module was imported."""
+        lines = self._lines.get(function.source.path, {})
+        start = function.node.body[0].lineno
+        return any("" in lines.get(line, ()) for line in range(start, function.last + 1))

@@ -1,0 +1,397 @@
+"""Program that runs in a sandbox beside a repository's code: collects its tests once and runs them in forks.
+
+    python inside.py SPEC RESULT
+
+SPEC is JSON (`curation.tasks.factory.guest` writes it); RESULT gets one line, base64 of compressed JSON. It imports
+nothing of ours, since the sandbox has none of it.
+
+    pytest_collection: candidates that change how a module is imported, each in a fork before the import
+    pytest_runtestloop: "runs": groups of tests in a fork, "alone": a fork for each test,
+                        "candidates": a fork for each candidate, with the code of its function replaced
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import functools
+import gc
+import json
+import os
+import re
+import resource
+import signal
+import sys
+import time
+import types
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path("/workspace")
+OUT = Path("/tmp/.triplane-out")
+MOST_DEATHS = 25
+"""Tests that may kill their process before a run is given up."""
+_ADDRESS = re.compile(r"0x[0-9a-fA-F]{6,}")
+_MESSAGE = 400
+_MEMORY = 384 << 20
+"""Bytes that a fork may allocate beyond its parent's, so that a runaway candidate does not end the sandbox."""
+
+
+class Plugin:
+    """Collects like pytest, then runs what the specification names in forks."""
+
+    def __init__(self, spec: dict[str, Any], coverage: Any) -> None:
+        self.spec, self.coverage = spec, coverage
+        self.result: dict[str, Any] = {"collect": {}, "tests": [], "runs": {}, "candidates": {}}
+        self.sink: Callable[[str, str], None] = lambda status, message: None
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection(self, session: pytest.Session) -> None:
+        """Screen candidates that need a fresh import, before anything of the repository is imported."""
+        session.config.option.tbstyle = "line"  # only the message is wanted, and tracebacks take time
+        cold = [each for each in self.spec.get("candidates", ()) if not each["hot"]]
+        jobs = ((each["id"], functools.partial(self._cold, session, each)) for each in cold)
+        self._screen(jobs, {each["id"]: each for each in cold})
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Remember why a file could not be collected."""
+        if report.outcome != "passed":
+            self.result["collect"][report.nodeid] = [report.outcome, _message(report)]
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        """Run what the specification names."""
+        self.items = {item.nodeid: item for item in session.items}
+        self.result["tests"] = [[nodeid, *_place(item)] for nodeid, item in self.items.items()]
+        gc.collect()
+        gc.freeze()
+        for run in self.spec.get("runs", ()):
+            self.result["runs"][run["name"]] = self._run(run)
+        hot = [each for each in self.spec.get("candidates", ()) if each["hot"]]
+        if hot:
+            live = _live_functions({str(ROOT / each["path"]) for each in hot})
+            jobs = ((each["id"], functools.partial(self._hot, each, live)) for each in hot)
+            self._screen(jobs, {each["id"]: each for each in hot})
+        return True
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Pass the worst phase of the running test on."""
+        if report.failed:
+            self.sink("failed" if report.when == "call" else "error", _message(report))
+        elif report.skipped:
+            self.sink("skipped", "")
+
+    def _run(self, run: dict[str, Any]) -> dict[str, Any]:
+        """Outcomes of every test, in one process or each in its own. A test that ends its process is left out."""
+        wanted = run.get("tests")
+        names = [name for name in self.items if wanted is None or name in wanted]
+        if run.get("reverse"):
+            names.reverse()  # each pair of tests runs in the other order
+        groups = [[name] for name in names] if run.get("alone") else [names]
+        outcomes: dict[str, Any] = {}
+        lines: dict[str, Any] = {}
+        with _load(run.get("load", 0)):
+            while groups:
+                again = []
+                jobs = ((n, functools.partial(self._group, group, run)) for n, group in enumerate(groups))
+                for number, ended, records in _in_forks(jobs, self.spec["workers"]):
+                    done = {record[1]: record[2:] for record in records if record[0] == "end"}
+                    lines.update({record[1]: record[2] for record in records if record[0] == "lines"})
+                    begun = [record[1] for record in records if record[0] == "start"]
+                    culprit = next((name for name in reversed(begun) if name not in done), None)
+                    if culprit is None:
+                        outcomes.update(done)
+                        continue
+                    outcomes[culprit] = ["endless" if ended in ("wall", "cpu") else "kills", f"ended by {ended}", 0.0]
+                    left = [name for name in groups[number] if name not in outcomes]
+                    if left:
+                        again.append(left)
+                deaths = sum(each[0] in ("endless", "kills") for each in outcomes.values())
+                groups = again if deaths <= MOST_DEATHS else []
+        return {"outcomes": outcomes, "lines": lines}
+
+    def _group(self, names: Sequence[str], run: dict[str, Any], write: Callable[..., None]) -> None:
+        """Run tests in the calling fork, each within its deadline."""
+        cover = self.coverage if run.get("coverage") else None
+        for number, name in enumerate(names):
+            write("start", name)
+            _deadline(self.spec["wall_s"], self.spec["cpu_s"])
+            if cover is not None:
+                cover.switch_context(name)
+            began = time.perf_counter()
+            status, message = self._one(name, names[number + 1] if number + 1 < len(names) else None)
+            write("end", name, status, message, round(time.perf_counter() - began, 5))
+            if cover is not None:
+                cover.switch_context("")
+        _deadline(60, 60)
+        if cover is not None:
+            cover.stop()
+            _write_lines(cover.get_data(), write)
+
+    def _one(self, name: str, following: str | None) -> tuple[str, str]:
+        found = ["passed", ""]
+
+        def sink(status: str, message: str) -> None:
+            if found[0] in ("passed", "skipped"):
+                found[:] = status, message
+
+        self.sink = sink
+        item = self.items[name]
+        item.config.hook.pytest_runtest_protocol(item=item, nextitem=self.items.get(following or ""))
+        return found[0], found[1]
+
+    def _screen(self, jobs: Iterator[tuple[Any, Callable[..., None]]], candidates: dict[str, Any]) -> None:
+        for identity, ended, records in _in_forks(jobs, self.spec["workers"]):
+            failed = {record[1]: record[2:4] for record in records if record[0] == "end" and record[2] != "passed"}
+            ran = sum(record[0] == "end" for record in records)
+            problem = next((record[1] for record in records if record[0] == "problem"), "")
+            if ended == "exit" and not problem and ran < len(candidates[identity]["tests"]):
+                problem = "lost tests"
+            self.result["candidates"][identity] = [ended, problem, ran, failed]
+
+    def _hot(self, candidate: dict[str, Any], live: dict[Any, list[Any]], write: Callable[..., None]) -> None:
+        """Replace the code of a candidate's function where it is loaded, and run the tests that cover it."""
+        _overlay(candidate)
+        path = str(ROOT / candidate["path"])
+        if path in _loaded_files():
+            found = [
+                each
+                for each in live.get((path, candidate["qualname"]), ())
+                if candidate["first"] <= each.__code__.co_firstlineno <= candidate["line"]
+            ]
+            if not found:
+                return write("problem", "no live function")
+            for function in found:
+                code = _compiled(candidate, function.__code__)
+                if code.co_freevars != function.__code__.co_freevars:
+                    return write("problem", "other closure")
+                function.__code__ = code
+        return self._covering(candidate, write)
+
+    def _cold(self, session: pytest.Session, candidate: dict[str, Any], write: Callable[..., None]) -> None:
+        """Import the changed module and run the tests that cover it."""
+        if str(ROOT / candidate["path"]) in _loaded_files():
+            return write("problem", "loaded by a conftest")
+        _overlay(candidate)
+        files = dict.fromkeys(name.split("::", 1)[0] for name in candidate["tests"])
+        _deadline(candidate["wall_s"] + 20, candidate["cpu_s"] + 10)
+        session.perform_collect([str(ROOT / path) for path in files])
+        self.items = {item.nodeid: item for item in session.items}
+        return self._covering(candidate, write)
+
+    def _covering(self, candidate: dict[str, Any], write: Callable[..., None]) -> None:
+        _deadline(candidate["wall_s"], candidate["cpu_s"])
+        names = [name for name in candidate["tests"] if name in self.items]
+        for name in candidate["tests"]:
+            if name not in self.items:
+                write("end", name, "missing", "it is not collected")
+        for number, name in enumerate(names):
+            status, message = self._one(name, names[number + 1] if number + 1 < len(names) else None)
+            write("end", name, status, message)
+
+
+def _in_forks(
+    jobs: Iterator[tuple[Any, Callable[..., None]]], workers: int
+) -> Iterator[tuple[Any, str, list[list[Any]]]]:
+    """Call every job in a fork, `workers` at once. Yields (key, how the fork ended, what it wrote)."""
+    OUT.mkdir(exist_ok=True)
+    running: dict[int, tuple[Any, Path]] = {}
+    jobs, number = iter(jobs), 0
+    while True:
+        while len(running) < workers and (job := next(jobs, None)) is not None:
+            number += 1
+            path = OUT / str(number)
+            pid = os.fork()
+            if pid == 0:
+                _child(job[1], path)
+            running[pid] = (job[0], path)
+        if not running:
+            return
+        pid, status = os.waitpid(-1, 0)
+        if pid not in running:
+            continue
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)
+        key, path = running.pop(pid)
+        records = [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
+        path.unlink(missing_ok=True)
+        yield key, _ended(status), records
+
+
+def _child(job: Callable[..., None], path: Path) -> None:
+    """Run one job in the fork. Never returns."""
+    try:
+        gc.disable()  # a collection would copy pages that are shared with the parent
+        os.setsid()
+        for number in (signal.SIGALRM, signal.SIGPROF, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + _MEMORY, used + _MEMORY))
+        out = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for standard in range(3):
+            os.dup2(nothing, standard)
+        owner = os.getpid()
+
+        def write(*record: Any) -> None:
+            if os.getpid() == owner:
+                os.write(out, json.dumps(record).encode() + b"\n")
+
+        try:
+            job(write)
+        except BaseException as error:  # noqa: BLE001 - a test may raise anything, SystemExit included
+            write("problem", f"{type(error).__name__}: {error}"[:_MESSAGE])
+            os._exit(1)
+        os._exit(0)
+    finally:
+        os._exit(2)
+
+
+def _ended(status: int) -> str:
+    code = os.waitstatus_to_exitcode(status)
+    if code == 0:
+        return "exit"
+    return {-signal.SIGALRM: "wall", -signal.SIGPROF: "cpu"}.get(code, f"status {code}")
+
+
+def _deadline(wall_s: float, cpu_s: float) -> None:
+    signal.setitimer(signal.ITIMER_REAL, wall_s)
+    signal.setitimer(signal.ITIMER_PROF, cpu_s)
+
+
+@contextlib.contextmanager
+def _load(count: int) -> Iterator[None]:
+    """Keep `count` processes busy."""
+    busy = []
+    for _ in range(count):
+        pid = os.fork()
+        if pid == 0:
+            while True:
+                sum(range(10_000))
+        busy.append(pid)
+    try:
+        yield
+    finally:
+        for pid in busy:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def _loaded_files() -> set[str]:
+    return {str(getattr(module, "__file__", None)) for module in list(sys.modules.values())}
+
+
+def _live_functions(files: set[str]) -> dict[tuple[str, str], list[Any]]:
+    found: dict[tuple[str, str], list[Any]] = {}
+    gc.unfreeze()
+    for each in gc.get_objects():
+        if type(each) is types.FunctionType and each.__code__.co_filename in files:
+            found.setdefault((each.__code__.co_filename, each.__code__.co_qualname), []).append(each)
+    gc.freeze()
+    return found
+
+
+def _changed(candidate: dict[str, Any]) -> dict[str, bytes]:
+    """New contents of the files that a candidate changes."""
+    files: dict[str, bytes] = {}
+    for path, start, end, text in sorted(candidate["edits"], key=lambda edit: -edit[1]):
+        data = files.get(path) or (ROOT / path).read_bytes()
+        files[path] = data[:start] + text.encode() + data[end:]
+    return files
+
+
+def _overlay(candidate: dict[str, Any]) -> None:
+    """Make later imports, and whoever reads sources by the loader, see the changed files."""
+    changed = {str(ROOT / path): data for path, data in _changed(candidate).items()}
+    plain = SourceFileLoader.get_data
+
+    def get_data(self: SourceFileLoader, path: str) -> bytes:
+        return changed[path] if path in changed else plain(self, path)
+
+    setattr(SourceFileLoader, "get_data", get_data)  # noqa: B010 - a plain assignment has the wrong type
+
+
+def _compiled(candidate: dict[str, Any], old: types.CodeType) -> types.CodeType:
+    """Code of the changed function, compiled alone but for the classes around it."""
+    lines = _changed(candidate)[candidate["path"]].decode().split("\n")
+    text = "\n".join(lines[candidate["line"] - 1 : candidate["new_end"]])
+    *classes, name = candidate["qualname"].split(".")
+    head = [" " * depth + f"class {each}:\n" for depth, each in enumerate(classes)]
+    if not classes and text[:1].isspace():
+        head = ["if 1:\n"]
+    flags = old.co_flags & 0xFFE0000  # of __future__ imports
+    code: types.CodeType = compile("".join(head) + text + "\n", old.co_filename, "exec", flags=flags, dont_inherit=True)
+    for each in (*classes, name):
+        code = _nested(code, each)
+    return code.replace(co_firstlineno=old.co_firstlineno)
+
+
+def _nested(code: types.CodeType, name: str) -> types.CodeType:
+    """Code of the class or function of this name that `code` defines."""
+    return next(part for part in code.co_consts if isinstance(part, types.CodeType) and part.co_name == name)
+
+
+def _write_lines(data: Any, write: Callable[..., None]) -> None:
+    """Contexts of every executed line: distinct sets of tests, and the set of each line."""
+    for file in sorted(data.measured_files()):
+        sets: dict[tuple[str, ...], int] = {}
+        lines = {
+            line: sets.setdefault(tuple(sorted(names)), len(sets))
+            for line, names in data.contexts_by_lineno(file).items()
+            if line > 0
+        }
+        if lines:
+            write("lines", str(Path(file).relative_to(ROOT)), {"sets": list(sets), "lines": lines})
+
+
+def _place(item: Any) -> list[Any]:
+    """File and first line, from 1, of the function that defines a test; empty if it has none."""
+    function = getattr(item, "obj", None)
+    while (wrapped := getattr(function, "__wrapped__", None)) is not None:
+        function = wrapped
+    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    if code is None or not code.co_filename.startswith(f"{ROOT}/"):
+        return ["", 0]
+    return [str(Path(code.co_filename).relative_to(ROOT)), code.co_firstlineno]
+
+
+def _message(report: Any) -> str:
+    crash = getattr(report.longrepr, "reprcrash", None)
+    if crash is not None:
+        text = str(crash.message)
+    elif isinstance(report.longrepr, tuple):
+        text = str(report.longrepr[2])
+    else:
+        errors = [line[2:].strip() for line in str(report.longrepr).splitlines() if line.startswith("E ")]
+        text = errors[-1] if errors else str(report.longrepr).strip()
+    return _ADDRESS.sub("0x...", text.replace(f"{ROOT}/", ""))[:_MESSAGE]
+
+
+def main() -> None:
+    """Collect and run."""
+    spec = json.loads(Path(sys.argv[1]).read_text())
+    sys.dont_write_bytecode = True
+    os.chdir(ROOT)
+    sys.path[:] = [str(ROOT), *([str(ROOT / "src")] if (ROOT / "src").is_dir() else []), *sys.path[1:]]
+    coverage = None
+    if any(run.get("coverage") for run in spec.get("runs", ())):
+        from coverage import Coverage
+
+        coverage = Coverage(data_file=None, config_file=False, source=[str(ROOT)], messages=False)
+        coverage.start()
+    plugin = Plugin(spec, coverage)
+    # as envd's test runner (envd/sandbox/runner.py): no ini file, no installed plugin
+    plugin.result["exit"] = pytest.main(
+        [*spec["options"], *(str(ROOT / path) for path in spec["files"])], plugins=[plugin]
+    )
+    data = base64.b64encode(zlib.compress(json.dumps(plugin.result, sort_keys=True).encode(), 6))
+    Path(sys.argv[2]).write_bytes(data + b"\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,290 @@
+"""`triplane tasks make`: a repository's bugs, proved, as a `task_suite` artifact with a card."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from contracts.artifacts import Artifact, ArtifactWriter, find_artifact
+from contracts.digests import action_key, digest_of
+from contracts.store import Store
+from contracts.tasks import Split, Task, files_digest, tasks_table
+from curation.errors import TaskError
+from curation.tasks.factory.baseline import Baseline, run_baseline
+from curation.tasks.factory.choose import Caps, distinct, in_turns
+from curation.tasks.factory.functions import Function, product_sources
+from curation.tasks.factory.guest import PROGRAM, Guest
+from curation.tasks.factory.licences import check_licence
+from curation.tasks.factory.prove import Proved, Prover
+from curation.tasks.factory.screen import Screened, Screening, screen
+from curation.tasks.factory.source import Repository, read_repository
+from curation.tasks.factory.splits import deal_files
+from curation.tasks.factory.steps import FACTORY_VERSION
+from curation.tasks.factory.strategies import Candidate, Context, strategy_named
+from curation.tasks.factory.strategies.combine import combined
+from curation.tasks.importing.splits import DEFAULT_SHARES
+from curation.tasks.validate import ValidationReport
+from envd.client import SandboxClient
+
+STRATEGIES = ("mutate", "remove")
+"""Strategies used by default."""
+COMBINE = "combine"
+"""Strategy that joins bugs which others found."""
+_SPARE = 2.5
+"""Candidates screened for each task wanted, by strategy."""
+_BATCH = 16
+"""Bugs proved at once."""
+Report = Callable[[str, int, int], None]
+"""Called with (phase, done, total)."""
+
+
+@dataclass(frozen=True)
+class MakeConfig:
+    """What to make."""
+
+    count: int = 500
+    """Tasks wanted, at most."""
+    strategies: tuple[str, ...] = STRATEGIES
+    seed: int = 0
+    """Chooses among a function's edits."""
+    allowed: tuple[str, ...] = ()
+    """Licences that are used although they are unknown or not permissive."""
+    revert_from: str | None = None
+    """Older version for the strategy `revert`, as a SOURCE."""
+
+
+@dataclass
+class _Progress:
+    """Accepted tasks and what became of the rest."""
+
+    caps: Caps
+    tried: Counter[str]
+    """Candidates screened, by strategy."""
+    noticed: Counter[str] = field(default_factory=Counter)
+    """Candidates that tests notice, by strategy."""
+    left_out: Counter[str] = field(default_factory=Counter)
+    """Candidates that are no task, by reason."""
+    accepted: list[Proved] = field(default_factory=list)
+
+    def count(self, screening: Screening) -> None:
+        """Count the results of a screen."""
+        self.noticed.update(each.candidate.strategy for each in screening.kept)
+        self.left_out.update(screening.reasons)
+
+
+async def make_suite(
+    source: str,
+    config: MakeConfig,
+    shares: Mapping[Split, float],
+    store: Store,
+    client: SandboxClient,
+    report: Report = lambda phase, done, total: None,
+    *,
+    index: str | None = None,
+    wheelhouse: Path | None = None,
+) -> Artifact:
+    """Make, prove and publish tasks of a repository, or return the existing suite. A killed run resumes.
+
+    Raises TaskError if the source can't be used or gives no task, InfraFault if envd keeps failing.
+    """
+    strategies = [strategy_named(name) for name in config.strategies if name != COMBINE]
+    repository = read_repository(source, store, index=index, wheelhouse=wheelhouse)
+    check_licence(repository.name, repository.licence, config.allowed)
+    older = None
+    if config.revert_from is not None:
+        older = read_repository(config.revert_from, store, index=index, wheelhouse=wheelhouse).tree
+    settings = {
+        "kind": "made",
+        "repository": repository.digest,
+        "name": repository.name,
+        "count": config.count,
+        "strategies": list(config.strategies),
+        "seed": config.seed,
+        "older": files_digest(older) if older else None,
+        "program": digest_of(PROGRAM),
+        "shares": {split.value: shares.get(split, 0) for split in DEFAULT_SHARES},
+    }
+    key = action_key("task_suite", {}, settings, FACTORY_VERSION)
+    found = find_artifact(store, "task_suite", key)
+    if found is not None:
+        return found
+    guest = Guest(client, repository.tree)
+    report("baseline", 0, 1)
+    baseline = await run_baseline(repository, guest, store)
+    report("baseline", 1, 1)
+    functions = covered_functions(repository, baseline)
+    if not functions:
+        raise TaskError(f"{source} has no function that its tests run: tests must import the code from the repository")
+    most = max(8, math.ceil(2 * _SPARE * config.count / len(functions)))
+    context = Context(repository, functions, baseline.lines, config.seed, most, older)
+    drawn = [each for strategy in strategies for each in draw(list(strategy(context)), config)]
+    progress = await _Factory(config, context, baseline, guest, client, store, report).run(drawn)
+    if not progress.accepted:
+        raise TaskError(f"{source} gave no task: {_commonest(progress.left_out)}")
+    return _publish(repository, baseline, settings, key, store, progress, shares)
+
+
+def covered_functions(repository: Repository, baseline: Baseline) -> list[Function]:
+    """Functions of the product that stable tests run."""
+    return [
+        function
+        for source in product_sources(repository.tree)
+        for function in source.functions
+        if baseline.functions_of(baseline.lines.tests(source.path, function.node.body[0].lineno, function.last))
+    ]
+
+
+def draw(candidates: Sequence[Candidate], config: MakeConfig) -> list[Candidate]:
+    """Candidates worth screening: files and functions take turns until there are enough for the tasks wanted."""
+    order = in_turns(candidates, lambda each: each.path, lambda each: each.function)
+    return list(islice(order, math.ceil(_SPARE * config.count)))
+
+
+class _Factory:
+    """Screens and proves candidates of one repository."""
+
+    def __init__(
+        self,
+        config: MakeConfig,
+        context: Context,
+        baseline: Baseline,
+        guest: Guest,
+        client: SandboxClient,
+        store: Store,
+        report: Report,
+    ) -> None:
+        self._config, self._baseline, self._guest, self._store, self._report = config, baseline, guest, store, report
+        self._functions = {function.key: function for function in context.functions}
+        self._prover = Prover(context.repository, baseline, client, store)
+
+    async def run(self, candidates: Sequence[Candidate]) -> _Progress:
+        """Prove bugs in turns until enough are accepted; then combinations of these, if they are wanted.
+
+        What is accepted depends on verdicts alone, never on which of them came first.
+        """
+        files = len({each.source.path for each in self._functions.values()})
+        caps = Caps(self._config.count, len(self._functions), files)
+        progress = _Progress(caps, Counter(each.strategy for each in candidates))
+        screening = await self._screen(candidates, progress)
+        unique, reasons = distinct(screening.kept, self._functions)
+        progress.left_out.update(reasons)
+        combinations = self._config.count // 10 if COMBINE in self._config.strategies else 0
+        await self._prove(unique, self._config.count - combinations, progress)
+        if combinations:
+            joined = combined([each.screened for each in progress.accepted], self._config.seed, 2 * combinations)
+            progress.tried.update(each.strategy for each in joined)
+            screening = await self._screen(joined, progress)
+            await self._prove(screening.kept, len(progress.accepted) + combinations, progress)
+        return progress
+
+    async def _screen(self, candidates: Sequence[Candidate], progress: _Progress) -> Screening:
+        found = await screen(
+            candidates,
+            self._functions,
+            self._baseline,
+            self._guest,
+            self._store,
+            lambda done, total: self._report("screening", done, total),
+        )
+        progress.count(found)
+        return found
+
+    async def _prove(self, screened: Sequence[Screened], count: int, progress: _Progress) -> None:
+        queue = list(
+            in_turns(
+                screened,
+                lambda each: each.candidate.path,
+                lambda each: each.candidate.function,
+                lambda each: each.candidate.operator,
+            )
+        )
+        while queue and len(progress.accepted) < count:
+            batch: list[Screened] = []
+            while queue and len(batch) < min(_BATCH, count - len(progress.accepted)):
+                each = queue.pop(0)
+                cap = progress.caps.admits(each.candidate)
+                if cap is not None:
+                    progress.left_out[f"cap of its {cap}"] += 1
+                    continue
+                progress.caps.take(each.candidate)
+                batch.append(each)
+            work = (self._prover.prove(each, self._functions[each.candidate.function]) for each in batch)
+            for proved in await asyncio.gather(*work):
+                if proved.task is not None:
+                    progress.accepted.append(proved)
+                else:
+                    progress.left_out[proved.reason] += 1
+            self._report("proving", len(progress.accepted), self._config.count)
+
+
+def _commonest(reasons: Counter[str]) -> str:
+    return "; ".join(f"{reason} ({count})" for reason, count in reasons.most_common(3)) or "no strategy had a candidate"
+
+
+def _publish(
+    repository: Repository,
+    baseline: Baseline,
+    settings: dict[str, Any],
+    key: str,
+    store: Store,
+    progress: _Progress,
+    shares: Mapping[Split, float],
+) -> Artifact:
+    made = [each.task for each in progress.accepted if each.task is not None]
+    places = deal_files([str(task.meta["path"]) for task in made], shares)
+    tasks = [dataclasses.replace(task, split=places[str(task.meta["path"])]) for task in made]
+    tasks.sort(key=lambda task: (list(Split).index(task.split), task.task_id))
+    families = dict(sorted(Counter(task.family for task in tasks).items()))
+    splits = Counter(task.split.value for task in tasks)
+    with ArtifactWriter(store, "task_suite", key, parents={}, config=settings, code_version=FACTORY_VERSION) as out:
+        out.add_table("tasks.parquet", tasks_table(tasks))
+        out.add_json("validation.json", _proof(tasks, families, progress).model_dump())
+        out.add_json("card.json", _card(repository, baseline, tasks, progress))
+        meta = {
+            "tasks": len(tasks),
+            "broken": sum(progress.left_out.values()),
+            "families": families,
+            "splits": {split.value: splits[split.value] for split in DEFAULT_SHARES},
+        }
+        return out.commit(meta=meta)
+
+
+def _proof(tasks: Sequence[Task], families: dict[str, int], progress: _Progress) -> ValidationReport:
+    checks = {task.task_id: task.checks for task in tasks if task.checks is not None}
+    cheats = [cheat for each in progress.accepted for cheat in each.cheats]
+    return ValidationReport(
+        tasks=len(tasks),
+        broken=[],
+        families=families,
+        cheats=sorted(cheats, key=lambda each: (each.task_id, each.cheat)),
+        wrong_answers=0,
+        decoys=sum(len(each.decoys) for each in checks.values()),
+        observed=sum(len(each.fully_observed) for each in checks.values()),
+        undecided={name: list(each.undecided) for name, each in sorted(checks.items()) if each.undecided},
+    )
+
+
+def _card(repository: Repository, baseline: Baseline, tasks: Sequence[Task], progress: _Progress) -> dict[str, Any]:
+    """Where the tasks come from, what each strategy gave, and why the rest was left out."""
+    proved = Counter(str(task.meta["strategy"]) for task in tasks)
+    counts = Counter((str(task.meta["path"]), task.split.value) for task in tasks)
+    return {
+        "source": repository.source,
+        "repository": repository.digest,
+        "licence": repository.licence,
+        "tests": {"stable": len(baseline.good), "unused": dict(sorted(baseline.bad.items()))},
+        "strategies": {
+            name: {"candidates": progress.tried[name], "noticed": progress.noticed[name], "tasks": proved[name]}
+            for name in sorted(progress.tried)
+        },
+        "operators": dict(sorted(Counter(str(task.meta["operator"]) for task in tasks).items())),
+        "files": {path: {"split": split, "tasks": counts[path, split]} for path, split in sorted(counts)},
+        "left_out": dict(sorted(progress.left_out.items())),
+    }

@@ -1,0 +1,173 @@
+"""Prove bugs with the verifier, and make tasks of them.
+
+The fixed state of every task is the repository itself, so decoys and observations are proven once for each set of test
+files on the unchanged repository, and narrowed to a task's tests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from contracts.store import Store
+from contracts.tasks import Checks, Decoy, Observed, Split, Task
+from curation.cheating import base_names, passing
+from curation.runs import Runs
+from curation.tasks.bugs import file_diff
+from curation.tasks.factory.baseline import Baseline
+from curation.tasks.factory.functions import Function
+from curation.tasks.factory.leaks import Copies, without_tests
+from curation.tasks.factory.screen import Screened
+from curation.tasks.factory.source import Repository
+from curation.tasks.factory.text import instruction_of
+from curation.tasks.validate import CheatResult, validate_tasks
+from curation.verify import Verifier
+from envd.client import SandboxClient
+
+MOST_KEPT = 40
+"""Tests that must still pass which a task names."""
+REPETITIONS = 3
+"""Verdicts of a task that must agree, before the fix and after it."""
+VERIFY_TIMEOUT_S = 60.0
+"""Deadline of a proof's runs. Longer than the verifier's own, so that a busy machine changes no verdict and no check: a
+check whose run does not end counts as failed.
+"""
+
+
+@dataclass(frozen=True)
+class Proved:
+    """A task, or the reason why a bug is none."""
+
+    screened: Screened
+    task: Task | None
+    reason: str = ""
+    cheats: tuple[CheatResult, ...] = ()
+
+
+class Prover:
+    """Makes and proves tasks of one repository."""
+
+    def __init__(self, repository: Repository, baseline: Baseline, client: SandboxClient, store: Store) -> None:
+        self._repository, self._baseline, self._store, self._client = repository, baseline, store, client
+        self._verifier = Verifier(client, store, timeout_s=VERIFY_TIMEOUT_S)
+        self._runs = Runs(client, VERIFY_TIMEOUT_S)
+        self._copies = Copies(repository.tree)
+        self._masters: dict[tuple[str, ...], asyncio.Task[tuple[Checks, frozenset[str]]]] = {}
+
+    async def prove(self, screened: Screened, function: Function) -> Proved:
+        """Make a task of a bug and prove it. Raises InfraFault if envd keeps failing."""
+        draft = await self._draft(screened, function)
+        if isinstance(draft, str):
+            return Proved(screened, None, draft)
+        report, sound = await validate_tasks([draft], self._client, store=self._store, verifier=self._verifier)
+        if not sound:
+            return Proved(screened, None, _general(report.broken[0].reason))
+        flip = await self._flips(draft)
+        return Proved(screened, None, flip) if flip else Proved(screened, sound[0], cheats=tuple(report.cheats))
+
+    async def _draft(self, screened: Screened, function: Function) -> Task | str:
+        """The task before its proof, or the reason why there is none."""
+        candidate, tree = screened.candidate, self._repository.tree
+        copy = self._copies.of(function)
+        if copy is not None:
+            return "leak: a file holds a copy of the fixed code"
+        good = self._baseline.good
+        failed = [good[name] for name in screened.failed]
+        files = {test.name.split("::", 1)[0] for test in failed}
+        cut = without_tests(tree, failed)
+        if isinstance(cut, str):
+            return f"leak: {cut}"
+        checks, passes = await self._master(tuple(sorted(files)))
+        to_pass = sorted(screened.failed)
+        if not set(to_pass) <= passes:
+            return "the verifier's run of its tests fails before the bug"
+        kept = [name for name in screened.covering if name not in screened.failed and name in passes]
+        others = sorted(name for name in passes if name not in screened.failed and name not in kept)
+        to_keep = [*kept, *others][:MOST_KEPT]
+        changed = candidate.apply(cut)
+        paths = sorted({edit.path for edit in candidate.edits})
+        reference = b"".join(file_diff(path, changed[path].decode(), tree[path].decode()) for path in paths)
+        fixed = [line[1:] for line in reference.decode().split("\n") if line.startswith("+") and line[1:2] != "+"]
+        instruction = instruction_of(function, screened.failed, fixed, candidate.strategy, candidate.identity)
+        if instruction is None:
+            return "text: every text holds a line of the fix"
+        tests = tuple(sorted([*to_pass, *to_keep]))
+        return Task(
+            task_id=f"{self._repository.name}-{candidate.strategy}-{candidate.identity[:12]}",
+            family=f"{candidate.strategy}/{candidate.operator}",
+            split=Split.TRAIN,
+            instruction=instruction,
+            files=changed,
+            hidden_files={path: tree[path] for path in sorted(files)},
+            tests=tests,
+            reference_diff=reference,
+            meta={
+                "path": candidate.path,
+                "function": candidate.function,
+                "strategy": candidate.strategy,
+                "operator": candidate.operator,
+                "repository": self._repository.name,
+                "fail_to_pass": to_pass,
+                "pass_to_pass": to_keep,
+                **candidate.meta,
+            },
+            checks=_narrowed(checks, tests),
+        )
+
+    async def _master(self, files: tuple[str, ...]) -> tuple[Checks, frozenset[str]]:
+        """Checks of all stable tests of these files, and those that pass in the verifier, on the repository itself."""
+        work = self._masters.get(files)
+        if work is None or (work.done() and (work.cancelled() or work.exception() is not None)):
+            work = self._masters[files] = asyncio.create_task(self._prove_master(files))
+        return await asyncio.shield(work)
+
+    async def _prove_master(self, files: tuple[str, ...]) -> tuple[Checks, frozenset[str]]:
+        tests = tuple(name for name in sorted(self._baseline.good) if name.split("::", 1)[0] in files)
+        tree = self._repository.tree
+        hidden = {path: tree[path] for path in files}
+        task = Task(
+            f"{self._repository.name}-{'+'.join(files)}", "master", Split.TRAIN, "", tree, hidden, tests, b"", {}
+        )
+        passes = passing(await self._runs.run(task, b""))
+        task = dataclasses.replace(task, tests=tuple(test for test in tests if test in passes))
+        checks = await self._verifier.checks(task) if task.tests else Checks(None, (), ())
+        return checks, passes
+
+    async def _flips(self, task: Task) -> str | None:
+        """Why repeated runs disagree with the verdicts, or None."""
+        runs = [b"", task.reference_diff] * (REPETITIONS - 1)
+        results = await asyncio.gather(*(self._runs.run(task, diff) for diff in runs))
+        to_pass = set(task.meta["fail_to_pass"])
+        for diff, result in zip(runs, results, strict=True):
+            wanted = set(base_names(task.tests)) if diff else set(task.meta["pass_to_pass"])
+            if passing(result) != wanted or (not diff and to_pass & passing(result)):
+                return "repetitions disagree"
+        return None
+
+
+def _narrowed(checks: Checks, tests: Sequence[str]) -> Checks:
+    """The checks that concern these tests."""
+    names = set(base_names(tests))
+    found = checks.observed
+    seen = {name: keys for name, keys in found.seen.items() if name in names} if found else {}
+    observed = Observed(found.files, found.rules, found.hidden, seen) if found and seen else None
+    decoys = [Decoy(each.files, tuple(test for test in each.tests if test in names)) for each in checks.decoys]
+    undecided = tuple(test for test in checks.undecided if test in names)
+    return Checks(observed, tuple(each for each in decoys if each.tests), undecided, checks.known)
+
+
+def _general(reason: str) -> str:
+    """Reason of a broken task without the names of tests and values, for counting."""
+    for part in (
+        "passes before the fix",
+        "said to fail before the fix",
+        "do not run to their end",
+        "does not pass after the fix",
+        "the cheat",
+        "pass before the fix",
+    ):
+        if part in reason:
+            return f"verdict: {part}"
+    return f"verdict: {reason}"

@@ -1,0 +1,167 @@
+"""Screen candidates in sandboxes: tests are collected once, and each candidate runs those that cover it in a fork."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from contracts.store import Store
+from curation.cheating import base_name
+from curation.tasks.factory.baseline import Baseline
+from curation.tasks.factory.functions import Function
+from curation.tasks.factory.guest import Guest
+from curation.tasks.factory.steps import recall, record, step_key
+from curation.tasks.factory.strategies import Candidate, changed_text
+
+MOST_TESTS = 250
+"""A candidate whose lines more tests run is left out: it would break most of the suite."""
+_CHUNK = 120
+"""Candidates screened in one sandbox, and lost if it is killed."""
+_WALL_S, _CPU_S = 90.0, 4.0
+"""Deadlines of one candidate. The first, of wall clock, is for code that waits: a busy machine must not exceed it."""
+_ENVIRONMENT = {"TZ": "UTC", "PYTHONHASHSEED": "0"}
+
+
+@dataclass(frozen=True)
+class Screened:
+    """A candidate that tests notice."""
+
+    candidate: Candidate
+    failed: dict[str, str]
+    """Message of the first failing node of each failing test function, by the function's name."""
+    covering: tuple[str, ...]
+    """All test functions that run its lines, by name."""
+
+
+@dataclass(frozen=True)
+class Screening:
+    """Result of a screen."""
+
+    kept: list[Screened]
+    reasons: dict[str, int]
+    """Number of candidates left out, by reason."""
+
+
+async def screen(
+    candidates: Sequence[Candidate],
+    functions: Mapping[str, Function],
+    baseline: Baseline,
+    guest: Guest,
+    store: Store,
+    progress: Callable[[int, int], None] | None = None,
+) -> Screening:
+    """Candidates that make covering tests fail, in their order. Results are cached in chunks."""
+    reasons: Counter[str] = Counter()
+    asked: list[tuple[Candidate, dict[str, Any]]] = []
+    for each in candidates:
+        request = _request(each, functions, baseline)
+        if isinstance(request, str):
+            reasons[request] += 1
+        else:
+            asked.append((each, request))
+    chunks = [asked[start : start + _CHUNK] for start in range(0, len(asked), _CHUNK)]
+    done = 0
+
+    async def one(chunk: list[tuple[Candidate, dict[str, Any]]]) -> dict[str, Any]:
+        nonlocal done
+        found = await _chunk([request for _, request in chunk], guest, store)
+        done += len(chunk)
+        if progress is not None:
+            progress(done, len(asked))
+        return found
+
+    results = await asyncio.gather(*map(one, chunks))
+    kept = []
+    for chunk, result in zip(chunks, results, strict=True):
+        for candidate, request in chunk:
+            verdict = _judge(candidate, request, result.get(candidate.identity), baseline)
+            if isinstance(verdict, str):
+                reasons[verdict] += 1
+            else:
+                kept.append(verdict)
+    return Screening(kept, dict(sorted(reasons.items())))
+
+
+async def _chunk(requests: list[dict[str, Any]], guest: Guest, store: Store) -> dict[str, Any]:
+    key = step_key("screen", {"guest": guest.digest, "requests": requests})
+    found = recall(store, key)
+    if found is None:
+        spec = {"candidates": requests, "wall_s": _WALL_S, "cpu_s": _CPU_S}
+        timeout_s = 600 + _WALL_S * len(requests) / 2
+        found = record(store, key, (await guest.run(spec, timeout_s=timeout_s, env=_ENVIRONMENT))["candidates"])
+    result: dict[str, Any] = found
+    return result
+
+
+def _request(candidate: Candidate, functions: Mapping[str, Function], baseline: Baseline) -> dict[str, Any] | str:
+    """Request of the program `inside`, or the reason why the candidate can't be screened."""
+    function = functions[candidate.function]
+    tests = baseline.functions_of(_covering(candidate, functions, baseline))
+    nodes = [node for test in tests for node in test.nodes]
+    if not nodes:
+        return "no stable test runs it"
+    if len(nodes) > MOST_TESTS:
+        return f"more than {MOST_TESTS} tests run it"
+    body = function.source.offset(function.node.body[0].lineno, 0)
+    hot = (
+        all(body <= edit.start and edit.path == candidate.path for edit in candidate.edits)
+        and all(edit.end <= function.source.starts[function.last] for edit in candidate.edits)
+        and not baseline.lines.imported(function)
+    )
+    new = changed_text(function, candidate.edits)
+    return {
+        "id": candidate.identity,
+        "hot": hot,
+        "path": candidate.path,
+        "qualname": function.qualname,
+        "first": function.first,
+        "line": function.node.lineno,
+        "new_end": function.first + new.count("\n"),
+        "edits": [[edit.path, edit.start, edit.end, edit.text] for edit in candidate.edits],
+        "tests": sorted(nodes),
+        "wall_s": _WALL_S,
+        "cpu_s": _CPU_S,
+    }
+
+
+def _covering(candidate: Candidate, functions: Mapping[str, Function], baseline: Baseline) -> frozenset[str]:
+    """Node ids of the tests that run a changed line, or the function if coverage knows no such line."""
+    found = frozenset[str]()
+    for edit in candidate.edits:
+        function = next(
+            each
+            for each in functions.values()
+            if each.source.path == edit.path and _encloses(each, edit.start, edit.end)
+        )
+        first, last = (function.source.data[:place].count(b"\n") + 1 for place in (edit.start, edit.end))
+        start = function.node.body[0].lineno
+        lines = baseline.lines.tests(edit.path, max(first, start), last) if first >= start else frozenset[str]()
+        found |= lines or baseline.lines.tests(edit.path, start, function.last)
+    return found
+
+
+def _encloses(function: Function, start: int, end: int) -> bool:
+    starts = function.source.starts
+    return starts[function.first - 1] <= start and end <= starts[function.last]
+
+
+def _judge(candidate: Candidate, request: dict[str, Any], result: Any, baseline: Baseline) -> Screened | str:
+    if result is None:
+        return "lost"
+    ended, problem, _, failed = result
+    if ended in ("wall", "cpu"):
+        return "endless"
+    if problem:
+        return f"not run: {problem.split(':')[0]}"
+    if ended != "exit":
+        return "ends its process"
+    if not failed:
+        return "no test notices it"
+    messages: dict[str, str] = {}
+    for node in sorted(failed):
+        messages.setdefault(base_name(node), failed[node][1])
+    covering = tuple(sorted({base_name(node) for node in request["tests"]}))
+    return Screened(candidate, messages, covering)

@@ -1,0 +1,308 @@
+"""Parts of the task factory that need no sandbox."""
+
+from __future__ import annotations
+
+import ast
+import io
+import subprocess
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from contracts.store import Store, open_store
+from contracts.tasks import Split
+from curation.errors import TaskError
+from curation.tasks.factory.baseline import TestFunction
+from curation.tasks.factory.choose import Caps, distinct
+from curation.tasks.factory.functions import Function, Lines, Source, product_sources
+from curation.tasks.factory.leaks import Copies, without_tests
+from curation.tasks.factory.licences import UNKNOWN, check_licence, licence_of
+from curation.tasks.factory.screen import Screened
+from curation.tasks.factory.source import Repository, read_repository
+from curation.tasks.factory.splits import deal_files
+from curation.tasks.factory.strategies import Candidate, Context, changed_text, strategy_named
+from curation.tasks.factory.strategies.combine import combined
+from curation.tasks.factory.strategies.mutate import mutants
+from curation.tasks.factory.text import holds_a_line, instruction_of
+
+MODULE = '''\
+"""é moves byte offsets."""
+
+
+def clamp(value, low=0, high=10):
+    """Keep value within bounds.
+
+    More words.
+    """
+    if value < low and not value == high:
+        return low
+    else:
+        value = value - high + 1
+    for each in [1, 2]:
+        if each > 1:
+            break
+    try:
+        total = max(value, low)
+    except ValueError:
+        total = None
+    return total
+
+
+class Box:
+    def get(self, key, default=None):
+        found = self.items.get(key, default) if key else default
+        return found
+'''
+
+
+def functions_of(text: str, path: str = "pack/core.py") -> dict[str, Function]:
+    data = text.encode()
+    return {each.key: each for each in Source(path, data, ast.parse(data)).functions}
+
+
+def test_every_mutant_is_another_program_and_edits_only_its_function() -> None:
+    functions = functions_of(MODULE)
+    for function in functions.values():
+        found = list(mutants(function, 0))
+        assert len({each.identity for each in found}) == len(found) > 8
+        for each in found:
+            (edit,) = each.edits
+            text = each.apply({function.source.path: function.source.data})[function.source.path]
+            assert ast.dump(ast.parse(text)) != ast.dump(function.source.module)
+            assert edit.start >= function.source.starts[function.first - 1]
+            assert edit.end <= function.source.starts[function.last]
+
+
+@pytest.mark.parametrize(
+    ("operator", "line"),
+    [
+        ("change_comparison", "    if value <= low and not value == high:"),
+        ("change_logic", "    if value < low or not value == high:"),
+        ("drop_not", "    if value < low and value == high:"),
+        ("change_operator", "        value = value + high + 1"),
+        ("change_number", "        value = value - high + 2"),
+        ("swap_arguments", "        total = max(low, value)"),
+        ("change_method", "        total = min(value, low)"),
+        ("assign_none", "        total = None"),
+        ("change_jump", "            continue"),
+        ("change_default", "def clamp(value, low=None, high=10):"),
+        ("narrow_handler", "    except MemoryError:"),
+        ("return_none", "    return None"),
+    ],
+)
+def test_operator_makes_this_line(operator: str, line: str) -> None:
+    function = functions_of(MODULE)["pack/core.py::clamp"]
+    texts = [changed_text(function, each.edits) for each in mutants(function, 0) if each.operator == operator]
+    assert any(line in text.split("\n") for text in texts), texts
+
+
+def test_mutants_depend_on_the_seed_only() -> None:
+    function = functions_of(MODULE)["pack/core.py::clamp"]
+    orders = [[each.identity for each in mutants(function, seed)] for seed in (0, 0, 1)]
+    assert orders[0] == orders[1] != orders[2]
+    assert sorted(orders[0]) == sorted(orders[2])
+
+
+def test_remove_takes_helpers_that_only_one_function_reaches() -> None:
+    text = (
+        "def _own(x):\n    y = x\n    return y\n\n\ndef _shared(x):\n    y = x\n    return y\n\n\n"
+        "def f(x):\n    a = _own(x)\n    return _shared(a)\n\n\ndef g(x):\n    a = _shared(x)\n    return a\n"
+    )
+    functions = list(functions_of(text).values())
+    context = Context(repository({}), functions, Lines({}), 0)
+    found = {each.function: each for each in strategy_named("remove")(context) if each.operator == "remove_reach"}
+    assert set(found) == {"pack/core.py::f"}
+    assert found["pack/core.py::f"].meta == {"helpers": ["_own"]}
+
+
+def test_revert_puts_the_older_function_into_the_present_file() -> None:
+    new = MODULE.replace("value - high + 1", "value - high")
+    functions = list(functions_of(new).values())
+    context = Context(repository({}), functions, Lines({}), 0, older={"pack/core.py": MODULE.encode()})
+    (found,) = strategy_named("revert")(context)
+    assert found.apply({"pack/core.py": new.encode()}) == {"pack/core.py": MODULE.encode()}
+
+
+def test_combinations_use_each_bug_once_and_no_function_twice() -> None:
+    functions = functions_of(MODULE)
+    bugs = [screened(each) for function in functions.values() for each in list(mutants(function, 0))[:6]]
+    found = combined(bugs, 0, 10)
+    assert found and len({edit for each in found for edit in each.edits}) == sum(len(each.edits) for each in found)
+    assert all(len(set(each.meta["functions"])) == len(each.edits) for each in found)
+
+
+def test_unknown_strategy_names_the_known_ones() -> None:
+    with pytest.raises(TaskError, match="'guess': choose of combine, mutate, remove, revert"):
+        strategy_named("guess")
+
+
+def test_failing_tests_are_cut_with_their_decorators_and_the_rest_stays() -> None:
+    text = (
+        "import x\n\n\nclass TestA:\n    @deco\n    def test_a(self):\n        pass\n\n\ndef test_b():\n    assert 1\n"
+    )
+    tree = {"test_x.py": text.encode()}
+    cut = without_tests(tree, [planted("test_x.py::TestA::test_a", 5)])
+    assert isinstance(cut, dict)
+    assert cut["test_x.py"].decode() == "import x\n\n\nclass TestA:\n    pass\n\n\ndef test_b():\n    assert 1\n"
+    assert without_tests(tree, [planted("test_x.py::test_c", 8)]) == "a failing test can't be cut out of its file"
+
+
+def test_copies_of_a_function_are_found_wherever_they_are() -> None:
+    functions = functions_of(MODULE)
+    clamp = functions["pack/core.py::clamp"]
+    tree = {"pack/core.py": MODULE.encode(), "other/old.txt": MODULE.replace("value", "value").encode()}
+    assert Copies(tree).of(clamp) == "other/old.txt"
+    assert Copies({"pack/core.py": MODULE.encode()}).of(clamp) is None
+    twice = functions_of(MODULE + MODULE.replace('"""é moves byte offsets."""', ""))["pack/core.py::clamp"]
+    assert Copies({"pack/core.py": twice.source.data}).of(twice) == "pack/core.py"
+
+
+def test_no_text_holds_a_line_of_the_fix() -> None:
+    clamp = functions_of(MODULE)["pack/core.py::clamp"]
+    message = "assert 3 == 4\n +  where 3 = clamp(3)\nreturn total"
+    text = instruction_of(clamp, {"t.py::test_clamp": message}, ["    return total"], "mutate", "id")
+    assert text is not None and "return total" not in text and "Keep value within bounds." in text
+    plain = instruction_of(clamp, {"t.py::test_clamp": "assert 3 == 4"}, ["    return total"], "mutate", "id")
+    assert plain is not None and "assert 3 == 4" in plain
+    assert holds_a_line("see:  total =   max(value, low) there", ["        total = max(value, low)"])
+    assert not holds_a_line("passed everything else", ["    pass", "    else:"])
+
+
+def test_no_file_is_in_two_splits_and_sizes_follow_the_shares() -> None:
+    files = ["a.py"] * 60 + ["b.py"] * 25 + ["c.py"] * 10 + ["d.py"] * 5
+    places = deal_files(files, {Split.TRAIN: 0.6, Split.GATE: 0.2, Split.HELD_OUT: 0.2})
+    assert places["a.py"] == Split.TRAIN
+    assert {places["b.py"], places["c.py"]} == {Split.GATE, Split.HELD_OUT}
+    assert set(deal_files(["a.py"] * 3, {Split.TRAIN: 0.6, Split.GATE: 0.4}).values()) == {Split.TRAIN}
+    assert len(set(deal_files(["a", "a", "a", "b", "c"], dict.fromkeys(list(Split)[:3], 1 / 3)).values())) == 3
+
+
+def test_bugs_of_one_function_with_the_same_failures_are_limited() -> None:
+    functions = functions_of(MODULE)
+    bugs = [screened(each) for each in mutants(functions["pack/core.py::clamp"], 0)]
+    kept, reasons = distinct(bugs, functions)
+    assert len(kept) == 4 and sum(reasons.values()) == len(bugs) - 4
+    assert distinct([*bugs, *bugs], functions)[0] == kept
+
+
+def test_caps_admit_no_more_of_a_function_than_their_share() -> None:
+    caps = Caps(8, functions=8, files=1)
+    candidates = list(mutants(functions_of(MODULE)["pack/core.py::clamp"], 0))[:6]
+    admitted = [each for each in candidates if caps.admits(each) is None and caps.take(each) is None]
+    assert len(admitted) == 4
+    assert caps.admits(candidates[5]) == "function"
+
+
+@pytest.mark.parametrize(
+    ("tree", "licence"),
+    [
+        ({"PKG-INFO": b"License-Expression: MIT\n"}, "MIT"),
+        ({"PKG-INFO": b"Classifier: License :: OSI Approved :: BSD License\n"}, "BSD-3-Clause"),
+        ({"pyproject.toml": b"[project]\nlicense = 'Apache-2.0 OR MIT'\n"}, "Apache-2.0 OR MIT"),
+        ({"LICENSE": b"Permission is hereby granted,\nfree of charge, to any"}, "MIT"),
+        ({"COPYING": b"GNU GENERAL PUBLIC LICENSE\nVersion 3"}, "GPL-3.0-only"),
+        ({"README.md": b"MIT"}, UNKNOWN),
+    ],
+)
+def test_licence_of_a_repository(tree: dict[str, bytes], licence: str) -> None:
+    assert licence_of(tree) == licence
+
+
+def test_copyleft_and_unknown_licences_need_permission() -> None:
+    for licence in ("MIT", "GPL-3.0-only OR MIT"):
+        check_licence("pack", licence, ())
+    check_licence("pack", "GPL-3.0-only", ("GPL-3.0-only",))
+    with pytest.raises(TaskError, match=r"--allow-license GPL-3\.0-only"):
+        check_licence("pack", "GPL-3.0-only", ())
+    with pytest.raises(TaskError, match=r"no known licence: .*--allow-license unknown"):
+        check_licence("pack", UNKNOWN, ())
+
+
+def test_product_sources_leave_out_tests_and_what_is_not_utf8() -> None:
+    tree = {"a.py": b"x = 1\n", "latin.py": b"# \xe9\n", "tests/helper.py": b"", "pack/test_a.py": b"", "bad.py": b"("}
+    assert [each.path for each in product_sources(tree)] == ["a.py"]
+
+
+def test_archive_is_read_without_products(tmp_path: Path, store: Store) -> None:
+    names = ["p-1/pack/a.py", "p-1/build/lib/pack/a.py", "p-1/p.egg-info/SOURCES.txt", "p-1/pack/__pycache__/a.pyc"]
+    archive(tmp_path / "p-1.tar.gz", {**dict.fromkeys(names, b"x = 1\n"), "p-1/PKG-INFO": b"License: MIT\n"})
+    found = read_repository("pypi:p==1", store, wheelhouse=tmp_path)
+    assert sorted(found.tree) == ["PKG-INFO", "pack/a.py"] and found.licence == "MIT"
+    (tmp_path / "p-1.tar.gz").unlink()
+    assert read_repository("pypi:p==1", store, wheelhouse=tmp_path).digest == found.digest, "kept in the store"
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("nowhere", "nowhere is no folder: give a folder"),
+        ("pypi:toolz", "does not pin a version"),
+        ("pypi:absent==1", "has no source distribution of absent==1"),
+    ],
+)
+def test_wrong_source_is_one_clear_error(source: str, words: str, tmp_path: Path, store: Store) -> None:
+    with pytest.raises(TaskError, match=words) as raised:
+        read_repository(source, store, wheelhouse=tmp_path)
+    assert "\n" not in str(raised.value)
+    assert store.list("factory/") == []
+
+
+def test_archive_that_leads_out_of_its_folder_is_refused(tmp_path: Path, store: Store) -> None:
+    archive(tmp_path / "p-1.tar.gz", {"p-1/../../x.py": b"x"})
+    with pytest.raises(TaskError, match="lead out of it"):
+        read_repository("pypi:p==1", store, wheelhouse=tmp_path)
+
+
+def test_git_repository_is_read_at_head_and_a_submodule_is_named(tmp_path: Path, store: Store) -> None:
+    repo = tmp_path / "repo"
+    repo.mkdir()
+    git(repo, "init", "-q")
+    with pytest.raises(TaskError, match="no commit to read"):
+        read_repository(str(repo), store)
+    (repo / "a.py").write_text("x = 1\n")
+    git(repo, "add", ".")
+    git(repo, "commit", "-qm", "one")
+    (repo / "a.py").write_text("x = 2\n")
+    assert read_repository(str(repo), store).tree == {"a.py": b"x = 1\n"}
+    git(repo, "update-index", "--add", "--cacheinfo", f"160000,{'1' * 40},vendor/lib")
+    git(repo, "commit", "-qm", "two")
+    with pytest.raises(TaskError, match="submodule vendor/lib"):
+        read_repository(str(repo), store)
+
+
+def test_too_large_a_folder_is_named_before_it_is_read(tmp_path: Path, store: Store) -> None:
+    with (tmp_path / "huge.bin").open("wb") as file:
+        file.truncate(1 << 30)
+    with pytest.raises(TaskError, match="holds 1024 MiB, at most 48 fit"):
+        read_repository(str(tmp_path), store)
+
+
+@pytest.fixture
+def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    return open_store(str(tmp_path_factory.mktemp("store")))
+
+
+def repository(tree: dict[str, bytes]) -> Repository:
+    return Repository("pack", "pack", tree, "MIT")
+
+
+def screened(candidate: Candidate) -> Screened:
+    return Screened(candidate, {"t.py::test": "assert 1 == 2"}, ("t.py::test",))
+
+
+def planted(name: str, line: int) -> TestFunction:
+    return TestFunction(name, (name,), name.split("::")[0], line, 0.0)
+
+
+def archive(path: Path, files: dict[str, bytes]) -> None:
+    with tarfile.open(path, "w:gz") as tar:
+        for name, data in files.items():
+            about = tarfile.TarInfo(name)
+            about.size = len(data)
+            tar.addfile(about, io.BytesIO(data))
+
+
+def git(where: Path, *command: str) -> None:
+    who = ["-c", "user.name=a", "-c", "user.email=a@example.com"]
+    subprocess.run(["git", *who, *command], cwd=where, check=True, capture_output=True)

@@ -1,0 +1,260 @@
+"""The task factory in real sandboxes, over a small planted package: unstable tests, screen, proof, resumption."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from contracts.artifacts import list_artifacts
+from contracts.store import Store, open_store
+from contracts.tasks import Split, Task
+from curation.errors import TaskError
+from curation.tasks.agents import agent_named, play_suite
+from curation.tasks.factory.baseline import run_baseline
+from curation.tasks.factory.guest import Guest
+from curation.tasks.factory.make import MakeConfig, make_suite
+from curation.tasks.factory.source import read_repository
+from curation.tasks.importing.splits import DEFAULT_SHARES
+from curation.tasks.inspect import suite_tasks
+from curation.verify import Verifier
+from envd.client import SandboxClient
+from envd.local import TRUSTED, LocalEnvd
+
+pytestmark = pytest.mark.slow
+T = TypeVar("T")
+ROOT = Path(__file__).parents[2]
+
+TEXT = '''\
+def squeeze(text, most=2):
+    """Shorten runs of equal characters."""
+    found = []
+    for each in text:
+        if len(found) >= most and found[-most:] == [each] * most:
+            continue
+        found.append(each)
+    return "".join(found)
+
+
+def title(words, stop=("of", "the")):
+    """Capitalize all words but small ones."""
+    return " ".join(word if word in stop else word.capitalize() for word in words.split())
+'''
+NUMBERS = '''\
+def clamp(value, low=0, high=10):
+    """Keep value within bounds."""
+    if value < low:
+        return low
+    if value > high:
+        return high
+    return value
+
+
+def mean(values):
+    """Arithmetic mean; None without values."""
+    if not values:
+        return None
+    return sum(values) / len(values)
+'''
+TESTS = {
+    "tests/test_text.py": """\
+from pack.text import squeeze, title
+
+
+def test_squeeze():
+    assert squeeze("aaab") == "aab"
+    assert squeeze("aaab", 1) == "ab"
+
+
+def test_title():
+    assert title("lord of the rings") == "Lord of the Rings"
+
+
+def test_title_empty():
+    assert title("") == ""
+""",
+    "tests/test_numbers.py": """\
+import pytest
+
+from pack.numbers import clamp, mean
+
+
+@pytest.mark.parametrize(("value", "want"), [(-1, 0), (0, 0), (5, 5), (10, 10), (11, 10)])
+def test_clamp(value, want):
+    assert clamp(value) == want
+
+
+def test_clamp_low():
+    assert clamp(1, low=3) == 3
+
+
+def test_mean():
+    assert mean([1, 2]) == 1.5
+    assert mean([]) is None
+""",
+}
+_SHARED = "import tests.shared as s\n\n\n"
+UNSTABLE = {
+    "order": (
+        "another order",
+        f"{_SHARED}def test_order():\n    s.seen.append(1)\n    assert len(s.seen) == 1\n\n\n"
+        "def test_order_second():\n    s.seen.append(1)\n    assert len(s.seen) == 2\n",
+    ),
+    "hash": ("another hash seed", "def test_hash():\n    assert hash('some text') % 1009 == PARITY\n"),
+    "zone": ("another time zone", "import time\n\n\ndef test_zone():\n    assert time.localtime(0).tm_hour == 0\n"),
+    "alone": (
+        "alone",
+        f"{_SHARED}def test_first():\n    s.ready = True\n\n\n"
+        "def test_follows():\n    assert getattr(s, 'ready', False)\n",
+    ),
+    "random": (
+        "unstable",
+        "import random\nimport pytest\n\n\n@pytest.mark.parametrize('n', range(8))\n"
+        "def test_random(n):\n    assert random.random() < 0.5\n",
+    ),
+    "endless": ("endless", "def test_spins():\n    while True:\n        pass\n"),
+    "kills": ("kills", "import os\n\n\ndef test_kills():\n    os._exit(3)\n"),
+}
+"""File of an unstable test: words of the cause that names it, and its text."""
+
+
+def package(root: Path, more: dict[str, str] | None = None) -> Path:
+    files = {
+        "LICENSE": "Permission is hereby granted, free of charge, to any person",
+        "pack/__init__.py": "",
+        "pack/text.py": TEXT,
+        "pack/numbers.py": NUMBERS,
+        **TESTS,
+        **(more or {}),
+    }
+    for path, text in files.items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(text)
+    return root
+
+
+@pytest.fixture(scope="module")
+def trusted() -> object:
+    with LocalEnvd(rules=TRUSTED) as envd:
+        yield envd.address
+
+
+def with_client(address: str, job: Callable[[SandboxClient], Awaitable[T]]) -> T:
+    async def run() -> T:
+        async with SandboxClient(address) as client:
+            return await job(client)
+
+    return asyncio.run(run())
+
+
+def made(source: Path, store: Store, address: str, **settings: object) -> str:
+    config = MakeConfig(**settings)  # type: ignore[arg-type]
+    return with_client(
+        address, lambda client: make_suite(str(source), config, DEFAULT_SHARES, store, client)
+    ).ref.digest
+
+
+def test_tasks_of_a_package_are_solved_by_their_reference_alone(tmp_path: Path, trusted: str) -> None:
+    source, store = package(tmp_path / "pack"), open_store(str(tmp_path / "store"))
+    made(source, store, trusted, count=10, strategies=("mutate", "remove", "combine"))
+    (suite,) = list_artifacts(store, "task_suite")
+    tasks = list(suite_tasks(suite, None).values())
+    assert len(tasks) == 10
+    places = {str(task.meta["path"]): task.split for task in tasks}
+    assert len(set(places.values())) == 2 == len(places), "one file, one split"
+    assert {str(task.meta["strategy"]) for task in tasks} == {"mutate", "remove", "combine"}
+    for task in tasks:
+        check_task(task, source)
+    played = with_client(
+        trusted, lambda client: play_suite(tasks, agent_named("oracle"), client, Verifier(client, None))
+    )
+    assert all(each.verdict.solved for each in played)
+    idle = with_client(trusted, lambda client: play_suite(tasks, agent_named("noop"), client, Verifier(client, None)))
+    assert not any(each.verdict.solved for each in idle)
+    again = open_store(str(tmp_path / "again"))
+    assert made(source, again, trusted, count=10, strategies=("mutate", "remove", "combine")) == suite.ref.digest
+
+
+def check_task(task: Task, source: Path) -> None:
+    """The agent gets neither the failing tests nor a line of the fix."""
+    for test in task.meta["fail_to_pass"]:
+        path, _, name = test.partition("::")
+        assert f"def {name}(" not in task.files[path].decode()
+        assert f"def {name}(" in task.hidden_files[path].decode()
+    lines = task.reference_diff.decode().split("\n")
+    added = [line[1:].strip() for line in lines if line.startswith("+") and not line.startswith("+++")]
+    assert added and not any(line in task.instruction.split("\n") for line in added if line)
+    assert task.split in Split and task.files["pack/text.py"] + task.files["pack/numbers.py"] != (
+        (source / "pack/text.py").read_bytes() + (source / "pack/numbers.py").read_bytes()
+    )
+
+
+def test_unstable_tests_are_named_with_their_cause_and_never_used(tmp_path: Path, trusted: str) -> None:
+    code = "print(hash('some text') % 1009, end='')"
+    parity = subprocess.check_output([sys.executable, "-c", code], env={"PYTHONHASHSEED": "0"}, text=True)
+    files = {f"tests/test_unstable_{name}.py": text.replace("PARITY", parity) for name, (_, text) in UNSTABLE.items()}
+    more = {f"tests/test_more_{n}.py": f"def test_more_{n}():\n    assert {n} == {n}\n" for n in range(30)}
+    source = package(tmp_path / "pack", {**files, **more, "tests/shared.py": "seen = []\n", "tests/__init__.py": ""})
+    store = open_store(str(tmp_path / "store"))
+    repository = read_repository(str(source), store)
+    baseline = with_client(trusted, lambda client: run_baseline(repository, Guest(client, repository.tree), store))
+    for name, (words, _) in UNSTABLE.items():
+        causes = [cause for test, cause in baseline.bad.items() if f"test_unstable_{name}.py" in test]
+        assert any(words in cause for cause in causes), (name, baseline.bad)
+    assert "tests/test_text.py::test_squeeze" in baseline.good
+    assert {test for test in baseline.good if "unstable" in test} <= {"tests/test_unstable_alone.py::test_first"}
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({}, "has no tests: files named"),
+        ({"test_a.py": "import nothing_here\n"}, "only 0 of 1 tests .* No module named 'nothing_here'"),
+        ({"test_a.py": "def test_a():\n    assert 1 == 2\n"}, "only 0 of 1 tests .* failed: assert 1 == 2"),
+        ({"test_a.py": "def test_a():\n    assert 1\n"}, "has no function that its tests run"),
+    ],
+)
+def test_unusable_repository_is_one_clear_error(
+    files: dict[str, str], words: str, tmp_path: Path, trusted: str
+) -> None:
+    source, store = tmp_path / "pack", open_store(str(tmp_path / "store"))
+    source.mkdir()
+    for path, text in {"LICENSE": "permission is hereby granted, free of charge", **files}.items():
+        (source / path).write_text(text)
+    with pytest.raises(TaskError, match=words) as raised:
+        made(source, store, trusted, count=2)
+    assert "\n" not in str(raised.value)
+    assert not list(list_artifacts(store, "task_suite"))
+
+
+def test_killed_command_resumes_to_the_same_digest(tmp_path: Path) -> None:
+    source = package(tmp_path / "pack")
+
+    def command(store: str) -> list[str]:
+        module = [sys.executable, "-m", "triplane_dagster.cli", "--store", str(tmp_path / store)]
+        return [*module, "tasks", "make", str(source), "--count", "4", "--strategy", "mutate", "--json"]
+
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
+    began = time.monotonic()
+    whole = subprocess.run(command("whole"), env=environment, capture_output=True, text=True, check=True, cwd=tmp_path)
+    seconds = time.monotonic() - began
+    for share in (0.5, 0.75, 0.9):
+        process = subprocess.Popen(command("killed"), env=environment, stdout=subprocess.DEVNULL, cwd=tmp_path)
+        try:
+            process.wait(timeout=seconds * share)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+    resumed = subprocess.run(
+        command("killed"), env=environment, capture_output=True, text=True, check=True, cwd=tmp_path
+    )
+    assert json.loads(resumed.stdout)["digest"] == json.loads(whole.stdout)["digest"]

@@ -1,0 +1,100 @@
+"""`triplane tasks make`: tasks of any repository that has tests."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from contracts.artifacts import Artifact
+from contracts.store import open_store
+from triplane_dagster.cli.experiments import find_experiment
+from triplane_dagster.cli.options import AsJson
+from triplane_dagster.cli.output import cell, console, print_json, print_rows
+
+
+def make(
+    source: Annotated[
+        str, typer.Argument(help="A folder, a git repository (its HEAD), or pypi:NAME==VERSION.", show_default=False)
+    ],
+    count: Annotated[int, typer.Option(min=1, max=100_000, help="Tasks wanted, at most.")] = 500,
+    strategy: Annotated[
+        list[str] | None,
+        typer.Option(help="mutate, remove, revert, combine, or an installed one. Repeatable; default mutate, remove."),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Chooses among the edits of a function.")] = 0,
+    older: Annotated[
+        str | None, typer.Option(help="Older version, written as SOURCE, from which `revert` takes functions.")
+    ] = None,
+    allow_license: Annotated[
+        list[str] | None,
+        typer.Option(help="Use this licence although it is not permissive; `unknown` for none. Repeatable."),
+    ] = None,
+    index: Annotated[str | None, typer.Option(help="URL of the package index; default: pip's and uv's.")] = None,
+    wheelhouse: Annotated[
+        Path | None, typer.Option(help="Folder of source archives, used instead of an index.", exists=True)
+    ] = None,
+    split: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=SHARE", help="Share of train, gate or held_out. Repeatable; default .6, .2, .2."),
+    ] = None,
+    experiment: Annotated[
+        str, typer.Option("--experiment", "-e", help="Experiment (name or YAML file) whose sandbox settings are used.")
+    ] = "quickstart",
+    as_json: AsJson = False,
+) -> None:
+    """Make a task suite of a repository with tests: bugs are put into it, and those that its tests notice are proved.
+
+    Its code runs in sandboxes only. A killed command resumes. docs/tasks.md describes the steps.
+
+    Examples:
+
+        triplane tasks make pypi:toolz==1.0.0
+
+        triplane tasks make . --count 100 --strategy mutate --strategy combine
+
+        triplane tasks make pypi:toolz==1.0.0 --strategy revert --older pypi:toolz==0.12.1
+    """
+    from curation.tasks.factory.make import STRATEGIES, MakeConfig, make_suite
+    from curation.tasks.importing.splits import parse_shares
+    from resources.progress import Progress
+    from resources.sandboxes import SandboxesResource
+    from triplane_dagster.cli.bars import Bars
+
+    shares = parse_shares(split or [])
+    config = MakeConfig(count, tuple(strategy or STRATEGIES), seed, tuple(allow_license or ()), older)
+    wanted, sandboxes = find_experiment(experiment), SandboxesResource()
+
+    async def work(bars: Bars) -> Artifact:
+        async with sandboxes.client(wanted.sandboxes) as client:
+            return await make_suite(
+                source,
+                config,
+                shares,
+                open_store(),
+                client,
+                lambda phase, done, total: bars(Progress("task_suite", None, phase, done, total)),
+                index=index,
+                wheelhouse=wheelhouse,
+            )
+
+    try:
+        with Bars() as bars:
+            suite = asyncio.run(work(bars))
+    finally:
+        sandboxes.close()
+    card = suite.json("card.json")
+    if as_json:
+        print_json({**suite.ref.model_dump(), **suite.meta, "card": card})
+        return
+    rows = [{"strategy": name, **counts} for name, counts in card["strategies"].items()]
+    print_rows(rows, as_json=False, title=f"{card['source']} ({card['licence']})")
+    unused = [{"test": name, "cause": cause} for name, cause in card["tests"]["unused"].items()]
+    if unused:
+        print_rows(unused[:20], as_json=False, title=f"{len(unused)} tests not used")
+    if len(card["files"]) < len(shares):
+        console().print("one file is in one split only: fewer files than splits leave splits empty", soft_wrap=True)
+    console().print(f"task suite {suite.ref.short}: {cell(suite.meta)}", soft_wrap=True)
+    console().print(f"check it with `triplane tasks run --agent oracle --suite {suite.ref.short}`", soft_wrap=True)
