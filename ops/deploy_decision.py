@@ -21,6 +21,7 @@ from resources.registry import Registry
 
 Verdict = Literal["live", "refused", "stale"]
 SMOKE_FILE = "smoke.json"
+PARENT_IS_BEST = "its parent is the best policy so far on the gate"
 NOT_WORSE_THAN_PARENT, NOT_WORSE_THAN_BEST = "not_worse_than_parent", "not_worse_than_best"
 
 
@@ -91,7 +92,7 @@ def gate_comparisons(evaluation: Artifact, parent: ArtifactRef, margin: float) -
         )
     with_parent = non_inferior(PairedDifference(**result["difference"]), margin)
     if floor["policy"] == parent.digest:
-        with_best = replace(with_parent, sentence="its parent is the best policy so far on the gate")
+        with_best = replace(with_parent, sentence=PARENT_IS_BEST)
     else:
         best = f"the best policy so far, {floor['policy'][:12]}"
         with_best = non_inferior(PairedDifference(**floor["difference"]), margin, best)

@@ -16,7 +16,7 @@ from contracts.episodes import Outcome, lacks_variance
 from contracts.errors import SchemaError
 from curation.statistics import NonInferiority
 from ops.after_swap import is_automatic
-from ops.deploy_decision import Decision
+from ops.deploy_decision import NOT_WORSE_THAN_PARENT, PARENT_IS_BEST, Decision
 from ops.fp8_health import code_facts, code_faults
 from ops.soundness import MAX_TAMPERED
 from resources.registry import LivePolicy
@@ -117,7 +117,11 @@ def fp8_codes_are_sound(candidate: Artifact, parent: Artifact) -> dg.AssetCheckR
 
 def gate_checks(found: Mapping[str, NonInferiority]) -> list[dg.AssetCheckResult]:
     """The comparisons that decide about promotion, by name of the check."""
-    return [_checked(name, each.holds, each.sentence, _ERROR) for name, each in found.items()]
+    same = f"{PARENT_IS_BEST}; {found[NOT_WORSE_THAN_PARENT].sentence}"
+    return [
+        _checked(name, each.holds, same if each.sentence == PARENT_IS_BEST else each.sentence, _ERROR)
+        for name, each in found.items()
+    ]
 
 
 def went_live(decision: Decision, undone: LivePolicy | None) -> dg.AssetCheckResult:

@@ -148,6 +148,8 @@ def test_candidate_that_solves_goes_live_and_its_broken_copy_is_refused(
     assert bad.decision == "refused"
     shown = gate_checks(gate_comparisons(evaluation_of(stage, broken), expert, stage.experiment.promotion.margin))
     assert [each.passed for each in shown] == [False, False] and shown[0].description in bad.reasons[0]
+    best = str(shown[1].description)
+    assert best == f"its parent is the best policy so far on the gate; {shown[0].description}", "red, with its reason"
     assert "candidate is not shown to be non-inferior to its parent: -" in bad.reasons[0]
     doubled = judge(stage, handles, planted_checkpoint(stage.world, expert, doubled_scales).ref, expert, "0002")
     assert doubled.decision == "refused", doubled.reasons

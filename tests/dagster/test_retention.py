@@ -98,6 +98,8 @@ def test_the_command_changes_nothing_without_yes(mine: World) -> None:
     before = refs(mine.store)
     done = CliRunner().invoke(app, ["gc", "--keep-last", "1", "--json"])
     assert done.exit_code == 0 and not json.loads(done.stdout)["removed"] and refs(mine.store) == before
+    said = CliRunner().invoke(app, ["gc", "--keep-last", "1"]).stdout
+    assert "nothing to remove" in said and "what was made within 24 hours (--older-than) was kept" in said
     assert CliRunner().invoke(app, ["gc", "--keep-last", "0"]).exit_code != 0
 
 

@@ -64,7 +64,11 @@ def gc(
     if as_json:
         print_json({"store": store.url, "removed": yes, "kinds": rows})
         return
-    print_rows(rows, as_json=False, empty=f"nothing to remove in {store.url}")
+    print_rows(
+        rows,
+        as_json=False,
+        empty=f"nothing to remove in {store.url}; what was made within {older_than:g} hours (--older-than) was kept",
+    )
     if rows:
         size = (sum(each.size for each in found) + sum(each.size or 0 for each in leftovers)) / 1e6
         typer.echo(f"{size:.1f} MB removed" if yes else f"{size:.1f} MB would be removed: add --yes")

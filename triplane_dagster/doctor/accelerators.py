@@ -26,13 +26,13 @@ def checks(thorough: bool) -> list[Check]:
         Check("vLLM", "serving large policies; `make test-vllm`", lambda: vllm(thorough), timeout_s=limit),
         Check(
             "DeepSpeed",
-            "training on many GPUs; nothing of this version uses it",
+            "training on many GPUs: `trainer.backend: deepspeed`",
             package("deepspeed", "`pip install -e '.[deepspeed]'`", thorough),
             timeout_s=limit,
         ),
         Check(
             "TransformerEngine",
-            "FP8 training on GPUs; nothing of this version uses it",
+            "FP8 training on GPUs: `trainer.precision.kind: te-float8-block`",
             package("transformer_engine", "`pip install -e '.[te]'`", thorough),
             timeout_s=limit,
         ),

@@ -12,7 +12,6 @@ from envd.sandbox.cgroups import Cgroups
 from triplane_dagster.doctor.findings import Check, Finding, ask, broken, missing, ok, trial, version_of
 
 SANDBOX_S = 60.0
-_OTHER = "stronger isolation; no backend of this version uses it"
 _KVM_GET_API_VERSION = 0xAE00
 _LANDLOCK_CREATE_RULESET, _LANDLOCK_VERSION = 444, 1
 _NAMESPACES_FIX = (
@@ -29,11 +28,11 @@ def checks() -> list[Check]:
         Check("overlayfs", "isolation", overlay),
         Check("cgroups", "limits of memory, processes and cores a sandbox", cgroups),
         Check("seccomp", "containers with a profile of their own", seccomp),
-        Check("Landlock", _OTHER, landlock),
-        Check("gVisor", _OTHER, gvisor),
-        Check("KVM", _OTHER, kvm),
-        Check("Firecracker", _OTHER, firecracker),
-        Check("QEMU", _OTHER, qemu),
+        Check("Landlock", "isolation", landlock),
+        Check("gVisor", "stronger isolation: `sandboxes.backend: gvisor`", gvisor),
+        Check("KVM", "fast virtual machines as sandboxes", kvm),
+        Check("Firecracker", "virtual machines as sandboxes: `sandboxes.backend: firecracker`", firecracker),
+        Check("QEMU", "virtual machines as sandboxes: `sandboxes.backend: qemu`", qemu),
     ]
 
 
@@ -109,7 +108,7 @@ def landlock() -> Finding:
 
 def gvisor() -> Finding:
     """Ask runsc for its version."""
-    return version_of("runsc", "--version", fix="`apt-get install runsc` (Debian 13 or newer)")
+    return version_of("runsc", "--version", fix="`deploy/install-runsc.sh`")
 
 
 def kvm() -> Finding:
