@@ -17,7 +17,7 @@ from contracts.tasks import Checks, Decoy, Observed, Rule, Split, Task
 from curation.errors import CurationError
 from curation.verify import Verifier as EagerVerifier
 from curation.verify import make_verdict, verdict_key
-from envd.client import Limits, SandboxClient, TestOutcome, VerifyResult
+from envd.client import SandboxClient, TestOutcome, VerifyResult
 from envd.errors import EnvdError, SandboxStartError, ServerUnavailable, TemplateError
 from envd.types import Observation
 
@@ -70,11 +70,7 @@ class ScriptedClient(SandboxClient):
         diff: bytes,
         hidden_files: Mapping[str, bytes],
         tests: Sequence[str],
-        *,
-        limits: Limits = Limits(),
-        timeout_s: float = 10,
-        artifacts: Sequence[str] = (),
-        product: Sequence[str] = (),
+        **options: Any,
     ) -> VerifyResult:
         self.calls += 1
         await asyncio.sleep(0.001)
