@@ -5,10 +5,12 @@ are.
 from __future__ import annotations
 
 import ast
+import asyncio
 import datetime
 import json
 import math
 from collections import Counter, OrderedDict, namedtuple
+from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from enum import IntEnum
 from fractions import Fraction
@@ -18,9 +20,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contracts.tasks import Checks, Decoy, Observed, Rule
+from contracts.tasks import Checks, Decoy, Observed, Rule, Split, Task
 from curation.tasks.checks import decoys, observing
 from curation.tasks.checks.expectations import agrees, decode
+from curation.tasks.checks.proving import prove
+from envd.client import TestOutcome, VerifyResult
 from envd.sandbox.observing import MAX_VALUE_BYTES, encode, install
 
 SUITE = b'''"""Tests."""
@@ -317,3 +321,26 @@ def test_operators_of_a_result_do_not_affect_observed_computations(check: str) -
         assert runs(made.files["t.py"].decode(), {"f": lambda value=value: value})
         compared = [(key, text) for key, text in seen if made.rules[key].form != "kind"]
         assert [agrees(made, key, text) for key, text in compared] == [right]
+
+
+@pytest.mark.parametrize("late", [1, 2])
+def test_a_decoy_that_does_not_end_in_time_proves_nothing(late: int) -> None:
+    name, source = "t.py::test_adds", b"from calc import add\n\n\ndef test_adds():\n    assert add(1, 2) == 3\n"
+    task = Task("adds", "", Split.TRAIN, "", {}, {"t.py": source}, (name,), b"", {})
+    decoys_run: list[str] = []
+
+    async def run(hidden: Mapping[str, bytes] | None, tests: Sequence[str] | None) -> VerifyResult:
+        text = (hidden or task.hidden_files)["t.py"]
+        if text == source:
+            return VerifyResult((TestOutcome(name, "passed"),), "completed", "")
+        if b"__see__" in text:
+            return VerifyResult((TestOutcome(name, "missing"),), "crashed", "")
+        decoys_run.append(text.decode())
+        if len(decoys_run) <= late:
+            return VerifyResult((TestOutcome(name, "missing"),), "timed_out", "")
+        return VerifyResult((TestOutcome(name, "failed"),), "completed", "")
+
+    checks = asyncio.run(prove(task, run)).checks
+    assert len(decoys_run) == 2
+    assert [each.tests for each in checks.decoys] == ([(name,)] if late == 1 else [])
+    assert checks.undecided == (() if late == 1 else (name,))

@@ -45,8 +45,13 @@ async def prove(task: Task, run: Run) -> Proof:
     versions[1:1] = [moved] if versions and moved else []
     keys = await asyncio.to_thread(observing.functions_of, files)
 
+    async def decoy(version: dict[str, bytes]) -> VerifyResult:
+        hidden = task.hidden_files | version
+        result = await run(hidden, tests)
+        return await run(hidden, tests) if result.exit == "timed_out" else result
+
     async def failed(chosen: Sequence[dict[str, bytes]]) -> list[VerifyResult]:
-        return await asyncio.gather(*(run(task.hidden_files | version, tests) for version in chosen))
+        return await asyncio.gather(*map(decoy, chosen))
 
     written, observed, results = await asyncio.gather(
         run(None, None), _observe(task, files, tests, keys, run), failed(versions[:always])
@@ -60,7 +65,8 @@ async def prove(task: Task, run: Run) -> Proof:
     chosen = [
         Decoy(version, failing)
         for version, result in zip(versions, results, strict=False)
-        if (failing := tuple(test for test in tests if test not in passing(result)))
+        if result.exit != "timed_out"  # a busy machine is no proof that the tests fail
+        and (failing := tuple(test for test in tests if test not in passing(result)))
     ]
     decided = {test for each in chosen for test in each.tests} | set(observed.seen if observed else ())
     return Proof(

@@ -10,6 +10,7 @@ import asyncio
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import NoneType
 
 from contracts.store import Store
 from contracts.tasks import Checks, Decoy, Observed, Split, Task
@@ -32,8 +33,10 @@ REPETITIONS = 3
 """Verdicts of a task that must agree, before the fix and after it."""
 VERIFY_TIMEOUT_S = 60.0
 """Deadline of a proof's runs. Longer than the verifier's own, so that a busy machine changes no verdict and no check: a
-check whose run does not end counts as failed.
+check whose run does not end proves nothing.
 """
+PROOF_S = 600.0
+"""Longest proof of the checks of a set of test files, and longest proof of a bug beside it, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -57,10 +60,17 @@ class Prover:
         self._masters: dict[tuple[str, ...], asyncio.Task[tuple[Checks, frozenset[str]]]] = {}
 
     async def prove(self, screened: Screened, function: Function) -> Proved:
-        """Make a task of a bug and prove it. Raises InfraFault if envd keeps failing."""
+        """Make a task of a bug and prove it, within bounded time. Raises InfraFault if envd keeps failing."""
         draft = await self._draft(screened, function)
         if isinstance(draft, str):
             return Proved(screened, None, draft)
+        try:
+            async with asyncio.timeout(PROOF_S):
+                return await self._proved(screened, draft)
+        except TimeoutError:
+            return Proved(screened, None, f"its proof takes longer than {PROOF_S:.0f} s")
+
+    async def _proved(self, screened: Screened, draft: Task) -> Proved:
         report, sound = await validate_tasks([draft], self._client, store=self._store, verifier=self._verifier)
         if not sound:
             return Proved(screened, None, _general(report.broken[0].reason))
@@ -79,7 +89,10 @@ class Prover:
         cut = without_tests(tree, failed)
         if isinstance(cut, str):
             return f"leak: {cut}"
-        checks, passes = await self._master(tuple(sorted(files)))
+        try:
+            checks, passes = await self._master(tuple(sorted(files)))
+        except TimeoutError:
+            return f"the proof of its test files takes longer than {PROOF_S:.0f} s"
         to_pass = sorted(screened.failed)
         if not set(to_pass) <= passes:
             return "the verifier's run of its tests fails before the bug"
@@ -119,8 +132,11 @@ class Prover:
     async def _master(self, files: tuple[str, ...]) -> tuple[Checks, frozenset[str]]:
         """Checks of all stable tests of these files, and those that pass in the verifier, on the repository itself."""
         work = self._masters.get(files)
-        if work is None or (work.done() and (work.cancelled() or work.exception() is not None)):
-            work = self._masters[files] = asyncio.create_task(self._prove_master(files))
+        if work is None or (
+            work.done() and (work.cancelled() or not isinstance(work.exception(), (TimeoutError, NoneType)))
+        ):
+            proof = asyncio.wait_for(self._prove_master(files), PROOF_S)
+            work = self._masters[files] = asyncio.create_task(proof)
         return await asyncio.shield(work)
 
     async def _prove_master(self, files: tuple[str, ...]) -> tuple[Checks, frozenset[str]]:
