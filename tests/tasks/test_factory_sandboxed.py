@@ -20,6 +20,7 @@ from contracts.store import Store, open_store
 from contracts.tasks import Split, Task
 from curation.errors import TaskError
 from curation.tasks.agents import agent_named, play_suite
+from curation.tasks.factory import prove
 from curation.tasks.factory.baseline import run_baseline
 from curation.tasks.factory.guest import Guest
 from curation.tasks.factory.make import MakeConfig, make_suite
@@ -258,3 +259,11 @@ def test_killed_command_resumes_to_the_same_digest(tmp_path: Path) -> None:
         command("killed"), env=environment, capture_output=True, text=True, check=True, cwd=tmp_path
     )
     assert json.loads(resumed.stdout)["digest"] == json.loads(whole.stdout)["digest"]
+
+
+def test_proof_beyond_its_time_is_a_named_reason(tmp_path: Path, trusted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prove, "PROOF_S", 0.01)
+    source, store = package(tmp_path / "pack"), open_store(str(tmp_path / "store"))
+    with pytest.raises(TaskError, match="the proof of its test files takes longer than"):
+        made(source, store, trusted, count=4, strategies=("mutate",))
+    assert not list(list_artifacts(store, "task_suite"))
