@@ -213,7 +213,6 @@ def _recorder(
         @pytest.hookimpl(wrapper=True, tryfirst=True)
         def pytest_runtestloop(self, session: pytest.Session) -> Iterator[None]:
             look(session.config, tests_ran=False)
-            session.config.option.tbstyle = "line"  # only the message is sent; a traceback parses its whole file
             answer = yield
             _canary(session, send)
             look(session.config, tests_ran=True)
