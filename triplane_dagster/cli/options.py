@@ -20,3 +20,12 @@ Overrides = Annotated[
     ),
 ]
 Limit = Annotated[int, typer.Option("--limit", "-n", min=1, help="At most this many rows.")]
+Shares = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--split", metavar="NAME=SHARE", help="Share of train, gate or held_out. Repeatable; default .6, .2, .2."
+    ),
+]
+SandboxesOf = Annotated[
+    str, typer.Option("--experiment", "-e", help="Experiment (name or YAML file) whose sandbox settings are used.")
+]

@@ -11,7 +11,7 @@ import typer
 from contracts.artifacts import Artifact
 from contracts.store import open_store
 from triplane_dagster.cli.experiments import find_experiment
-from triplane_dagster.cli.options import AsJson
+from triplane_dagster.cli.options import AsJson, SandboxesOf, Shares
 from triplane_dagster.cli.output import cell, console, print_json, print_rows
 
 
@@ -36,13 +36,8 @@ def make(
     wheelhouse: Annotated[
         Path | None, typer.Option(help="Folder of source archives, used instead of an index.", exists=True)
     ] = None,
-    split: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=SHARE", help="Share of train, gate or held_out. Repeatable; default .6, .2, .2."),
-    ] = None,
-    experiment: Annotated[
-        str, typer.Option("--experiment", "-e", help="Experiment (name or YAML file) whose sandbox settings are used.")
-    ] = "quickstart",
+    split: Shares = None,
+    experiment: SandboxesOf = "quickstart",
     as_json: AsJson = False,
 ) -> None:
     """Make a task suite of a repository with tests: bugs are put into it, and those that its tests notice are proved.

@@ -13,7 +13,7 @@ from contracts.errors import TriplaneError
 from contracts.store import open_store
 from contracts.tasks import Split
 from triplane_dagster.cli.experiments import find_experiment
-from triplane_dagster.cli.options import AsJson, ExperimentName
+from triplane_dagster.cli.options import AsJson, ExperimentName, SandboxesOf, Shares
 from triplane_dagster.cli.output import cell, console, print_json, print_rows
 from triplane_dagster.cli.suites import OfSuite, chosen_suite
 
@@ -36,13 +36,8 @@ def import_tasks(
         Path | None,
         typer.Option(help="Folder of the clones that a .jsonl file names; default: the folder of the file."),
     ] = None,
-    split: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=SHARE", help="Share of train, gate or held_out. Repeatable; default .6, .2, .2."),
-    ] = None,
-    experiment: Annotated[
-        str, typer.Option("--experiment", "-e", help="Experiment (name or YAML file) whose sandbox settings are used.")
-    ] = "quickstart",
+    split: Shares = None,
+    experiment: SandboxesOf = "quickstart",
     as_json: AsJson = False,
 ) -> None:
     """Make a task suite from your own repositories. Every task is proved in sandboxes; broken ones are named and left

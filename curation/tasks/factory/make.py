@@ -15,7 +15,8 @@ from typing import Any
 from contracts.artifacts import Artifact, ArtifactWriter, find_artifact
 from contracts.digests import action_key, digest_of
 from contracts.store import Store
-from contracts.tasks import Split, Task, files_digest, tasks_table
+from contracts.suites import add_tasks
+from contracts.tasks import Split, Task, files_digest
 from curation.errors import TaskError
 from curation.tasks.factory.baseline import Baseline, run_baseline
 from curation.tasks.factory.choose import Caps, distinct, in_turns
@@ -244,7 +245,7 @@ def _publish(
     families = dict(sorted(Counter(task.family for task in tasks).items()))
     splits = Counter(task.split.value for task in tasks)
     with ArtifactWriter(store, "task_suite", key, parents={}, config=settings, code_version=FACTORY_VERSION) as out:
-        out.add_table("tasks.parquet", tasks_table(tasks))
+        add_tasks(out, tasks)
         out.add_json("validation.json", _proof(tasks, families, progress).model_dump())
         out.add_json("card.json", _card(repository, baseline, tasks, progress))
         meta = {
