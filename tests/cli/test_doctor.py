@@ -72,7 +72,7 @@ def test_missing_tools_are_named_with_what_to_install(tmp_path: Path, no_tools: 
     done = doctor(place, PATH=no_tools, TRIPLANE_STORE="/dev/null/store", DAGSTER_HOME=str(tmp_path / "absent"))
     table = done.stdout
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
-    for sentence in ("apt-get install docker.io", "apt-get install kubernetes-client", "apt-get install runsc"):
+    for sentence in ("apt-get install docker.io", "apt-get install kubernetes-client", "deploy/install-runsc.sh"):
         assert sentence in table
     assert "The quickstart can't run here: repair store, Dagster instance." in table
 

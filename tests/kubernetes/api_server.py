@@ -196,7 +196,7 @@ class Cluster:
 
     def _pieces(self, pod: Object, query: dict[str, str]) -> Iterator[bytes]:
         place, stamp = 0, f"{pod['status'].get('startTime', now())[:-1]}.000000000Z ".encode()
-        stamp = stamp if query.get("timestamps") == "true" else b""
+        stamp = stamp if _is_true(query, "timestamps") else b""
         tail = int(query["tailLines"]) if "tailLines" in query else None
         while True:
             ended = pod["status"].get("phase") != "Running"
@@ -205,9 +205,14 @@ class Cluster:
             lines = data.splitlines(keepends=True)[-tail if tail else None :]
             tail = None
             yield b"".join(stamp + line for line in lines)[: int(query.get("limitBytes", 1 << 40))]
-            if ended or query.get("follow") != "true":
+            if ended or not _is_true(query, "follow"):
                 return
             time.sleep(0.05)
+
+
+def _is_true(query: dict[str, str], name: str) -> bool:
+    """Whether a parameter is true as Go's strconv.ParseBool, which the API server calls, reads it."""
+    return query.get(name) in ("1", "t", "T", "true", "TRUE", "True")
 
 
 def _handler(cluster: Cluster) -> type[BaseHTTPRequestHandler]:
