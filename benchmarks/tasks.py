@@ -20,6 +20,7 @@ from contracts.errors import TriplaneError
 from contracts.store import open_store
 from curation.tasks.agents import agent_named, play_suite
 from curation.tasks.factory.baseline import Baseline, run_baseline
+from curation.tasks.factory.environment import surroundings_of
 from curation.tasks.factory.guest import Guest
 from curation.tasks.factory.make import MakeConfig, covered_functions, draw, make_suite
 from curation.tasks.factory.screen import screen
@@ -92,7 +93,7 @@ async def _package(pin: str, count: int, folder: Path, client: SandboxClient) ->
     tasks = list(suite_tasks(suite, None).values())
     scores = {}
     for agent in ("oracle", "noop"):
-        played = await play_suite(tasks, agent_named(agent), client, Verifier(client, None))
+        played = await play_suite(tasks, agent_named(agent), client, Verifier(client, None, runtimes=store))
         scores[agent] = sum(each.verdict.solved for each in played) / len(played)
     return row | {"tasks": len(tasks), "seconds": seconds, **scores}
 
@@ -101,7 +102,7 @@ async def _speedup(pin: str, count: int, folder: Path, client: SandboxClient) ->
     """Candidates a second of the screen, and of one pytest process for each."""
     store = open_store(str(folder))
     repository = read_repository(f"pypi:{pin}", store)
-    guest = Guest(client, repository.tree, slots=1)
+    guest = Guest(client, repository.tree, surroundings_of(repository, store), slots=1)
     baseline = await run_baseline(repository, guest, store)
     functions = covered_functions(repository, baseline)
     context = Context(repository, functions, baseline.lines, 0, most=count)

@@ -83,13 +83,18 @@ class Environment:
             **found | {"plugins": tuple(found.get("plugins", ())), "ini": tuple(sorted(found.get("ini", {}).items()))},
         )
 
+    @property
+    def options(self) -> list[str]:
+        """Options of pytest that load the plugins and set the keys."""
+        loaded = [part for name in self.plugins for part in ("-p", name)]
+        return loaded + [part for key, value in self.ini for part in ("-o", f"{key}={value}")]
+
     def variables(self, files: Mapping[str, bytes]) -> dict[str, str]:
         """Environment variables by which an agent's commands run the tests of these files as verdicts do."""
         if not self.runtime:
             return {}
         roots = [f"{WORKSPACE}/src", WORKSPACE] if any(path.startswith("src/") for path in files) else [WORKSPACE]
-        options = [*(f"-p {name}" for name in self.plugins), *(f"-o {key}={value}" for key, value in self.ini)]
-        words = shlex.join(word for option in options for word in option.split(" ", 1))
+        words = shlex.join(self.options)
         return {"PYTHONPATH": ":".join(roots)} | ({"PYTEST_ADDOPTS": words} if words else {})
 
 

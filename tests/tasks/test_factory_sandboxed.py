@@ -17,11 +17,12 @@ import pytest
 
 from contracts.artifacts import list_artifacts
 from contracts.store import Store, open_store
-from contracts.tasks import Split, Task
+from contracts.tasks import Environment, Split, Task
 from curation.errors import TaskError
 from curation.tasks.agents import agent_named, play_suite
 from curation.tasks.factory import prove
 from curation.tasks.factory.baseline import run_baseline
+from curation.tasks.factory.environment import Surroundings
 from curation.tasks.factory.guest import Guest
 from curation.tasks.factory.make import MakeConfig, make_suite
 from curation.tasks.factory.source import read_repository
@@ -207,7 +208,12 @@ def test_unstable_tests_are_named_with_their_cause_and_never_used(tmp_path: Path
     source = package(tmp_path / "pack", {**files, **more, "tests/shared.py": "seen = []\n", "tests/__init__.py": ""})
     store = open_store(str(tmp_path / "store"))
     repository = read_repository(str(source), store)
-    baseline = with_client(trusted, lambda client: run_baseline(repository, Guest(client, repository.tree), store))
+    baseline = with_client(
+        trusted,
+        lambda client: run_baseline(
+            repository, Guest(client, repository.tree, Surroundings(Environment(), None)), store
+        ),
+    )
     for name, (words, _) in UNSTABLE.items():
         causes = [cause for test, cause in baseline.bad.items() if f"test_unstable_{name}.py" in test]
         assert any(words in cause for cause in causes), (name, baseline.bad)

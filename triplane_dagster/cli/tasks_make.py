@@ -34,7 +34,7 @@ def make(
     ] = None,
     index: Annotated[str | None, typer.Option(help="URL of the package index; default: pip's and uv's.")] = None,
     wheelhouse: Annotated[
-        Path | None, typer.Option(help="Folder of source archives, used instead of an index.", exists=True)
+        Path | None, typer.Option(help="Folder of source archives and wheels, used instead of an index.", exists=True)
     ] = None,
     split: Shares = None,
     experiment: SandboxesOf = "quickstart",

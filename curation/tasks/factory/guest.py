@@ -10,10 +10,13 @@ import zlib
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from contracts.digests import digest_of
 from contracts.errors import InfraFault, TriplaneError
 from contracts.retries import backoff_s
+from contracts.runtimes import ARCHIVE
 from contracts.tasks import files_digest
 from curation.errors import TaskError
+from curation.tasks.factory.environment import Surroundings
 from curation.tasks.factory.functions import is_test_file
 from curation.tasks.importing.trees import LEFT_OUT, Tree
 from envd.client import Limits, SandboxClient, SandboxGone, ToolCall
@@ -37,10 +40,12 @@ OPTIONS = (
 
 
 class Guest:
-    """Runs specifications in sandboxes over one tree. slots: sandboxes at once."""
+    """Runs specifications in sandboxes over one tree, in its surroundings. slots: sandboxes at once."""
 
-    def __init__(self, client: SandboxClient, tree: Tree, *, slots: int = 2, memory_mb: int = 1024) -> None:
-        self._client, self._tree = client, tree
+    def __init__(
+        self, client: SandboxClient, tree: Tree, around: Surroundings, *, slots: int = 2, memory_mb: int = 1024
+    ) -> None:
+        self._client, self._tree, self._around = client, tree, around
         self._slots = asyncio.Semaphore(slots)
         self._limits = Limits(memory_mb=memory_mb, pids=128, cpu=1.0, disk_mb=256, lifetime_s=3600)
         self._template: asyncio.Task[str] | None = None
@@ -50,7 +55,12 @@ class Guest:
 
         Raises TaskError if the repository's code ends the program, InfraFault if envd keeps failing.
         """
-        spec = {"options": list(OPTIONS), "files": test_files(self._tree), "workers": 1, **spec}
+        spec = {
+            "options": [*OPTIONS, *self._around.environment.options],
+            "files": test_files(self._tree),
+            "workers": 1,
+            **spec,
+        }
         async with self._slots:
             fault: TriplaneError | None = None
             for attempt in range(_ATTEMPTS):
@@ -69,7 +79,8 @@ class Guest:
     async def _once(self, spec: dict[str, Any], timeout_s: float, env: dict[str, str]) -> dict[str, Any]:
         template = await self._put()
         names = [f"{_DIRECTORY}/{name}" for name in ("inside.py", "spec.json", "result")]
-        async with await self._client.create(template, limits=self._limits, env=env) as sandbox:
+        runtime = self._around.environment.runtime
+        async with await self._client.create(template, limits=self._limits, env=env, runtime=runtime) as sandbox:
             await sandbox.batch(
                 [
                     ToolCall("write", {"path": names[0], "content": PROGRAM}),
@@ -94,13 +105,21 @@ class Guest:
 
     async def _put(self) -> str:
         if self._template is None or (self._template.done() and self._template.exception() is not None):
-            self._template = asyncio.create_task(self._client.put_template(self._tree))
+            self._template = asyncio.create_task(self._send())
         return await asyncio.shield(self._template)
+
+    async def _send(self) -> str:
+        if self._around.runtime is not None:
+            archive = await asyncio.to_thread(self._around.runtime.path, ARCHIVE)
+            await self._client.put_runtime(self._around.environment.runtime, archive)
+        return await self._client.put_template(self._tree)
 
     @property
     def digest(self) -> str:
-        """Digest of what determines results beside the specification: the program and the tree."""
-        return files_digest(self._tree | {_DIRECTORY: PROGRAM.encode()})
+        """Digest of what determines results beside the specification: the program, the tree and its surroundings."""
+        files = files_digest(self._tree | {_DIRECTORY: PROGRAM.encode()})
+        values = self._around.environment.to_values()
+        return digest_of([files, values]) if values else files
 
 
 def test_files(tree: Tree) -> list[str]:

@@ -20,6 +20,7 @@ from contracts.tasks import Split, Task, files_digest
 from curation.errors import TaskError
 from curation.tasks.factory.baseline import Baseline, run_baseline
 from curation.tasks.factory.choose import Caps, distinct, in_turns
+from curation.tasks.factory.environment import Surroundings, surroundings_of
 from curation.tasks.factory.functions import Function, product_sources
 from curation.tasks.factory.guest import PROGRAM, Guest
 from curation.tasks.factory.licences import check_licence
@@ -101,6 +102,7 @@ async def make_suite(
     older = None
     if config.revert_from is not None:
         older = read_repository(config.revert_from, store, index=index, wheelhouse=wheelhouse).tree
+    around = surroundings_of(repository, store, index=index, wheelhouse=wheelhouse)
     settings = {
         "kind": "made",
         "repository": repository.digest,
@@ -109,6 +111,7 @@ async def make_suite(
         "strategies": list(config.strategies),
         "seed": config.seed,
         "older": files_digest(older) if older else None,
+        "environment": around.environment.to_values(),
         "program": digest_of(PROGRAM),
         "shares": {split.value: shares.get(split, 0) for split in DEFAULT_SHARES},
     }
@@ -116,7 +119,7 @@ async def make_suite(
     found = find_artifact(store, "task_suite", key)
     if found is not None:
         return found
-    guest = Guest(client, repository.tree)
+    guest = Guest(client, repository.tree, around)
     report("baseline", 0, 1)
     baseline = await run_baseline(repository, guest, store)
     report("baseline", 1, 1)
@@ -126,10 +129,11 @@ async def make_suite(
     most = max(8, math.ceil(2 * _SPARE * config.count / len(functions)))
     context = Context(repository, functions, baseline.lines, config.seed, most, older)
     drawn = [each for strategy in strategies for each in draw(list(strategy(context)), config)]
-    progress = await _Factory(config, context, baseline, guest, client, store, report).run(drawn)
+    prover = Prover(repository, around.environment, baseline, client, store)
+    progress = await _Factory(config, context, baseline, guest, prover, store, report).run(drawn)
     if not progress.accepted:
         raise TaskError(f"{source} gave no task: {_commonest(progress.left_out)}")
-    return _publish(repository, baseline, settings, key, store, progress, shares)
+    return _publish(repository, around, baseline, settings, key, store, progress, shares)
 
 
 def covered_functions(repository: Repository, baseline: Baseline) -> list[Function]:
@@ -157,13 +161,12 @@ class _Factory:
         context: Context,
         baseline: Baseline,
         guest: Guest,
-        client: SandboxClient,
+        prover: Prover,
         store: Store,
         report: Report,
     ) -> None:
         self._config, self._baseline, self._guest, self._store, self._report = config, baseline, guest, store, report
-        self._functions = {function.key: function for function in context.functions}
-        self._prover = Prover(context.repository, baseline, client, store)
+        self._functions, self._prover = {function.key: function for function in context.functions}, prover
 
     async def run(self, candidates: Sequence[Candidate]) -> _Progress:
         """Prove bugs in turns until enough are accepted; then combinations of these, if they are wanted.
@@ -231,6 +234,7 @@ def _commonest(reasons: Counter[str]) -> str:
 
 def _publish(
     repository: Repository,
+    around: Surroundings,
     baseline: Baseline,
     settings: dict[str, Any],
     key: str,
@@ -244,10 +248,13 @@ def _publish(
     tasks.sort(key=lambda task: (list(Split).index(task.split), task.task_id))
     families = dict(sorted(Counter(task.family for task in tasks).items()))
     splits = Counter(task.split.value for task in tasks)
-    with ArtifactWriter(store, "task_suite", key, parents={}, config=settings, code_version=FACTORY_VERSION) as out:
+    parents = {"runtime": around.runtime.ref} if around.runtime is not None else {}
+    with ArtifactWriter(
+        store, "task_suite", key, parents=parents, config=settings, code_version=FACTORY_VERSION
+    ) as out:
         add_tasks(out, tasks)
         out.add_json("validation.json", _proof(tasks, families, progress).model_dump())
-        out.add_json("card.json", _card(repository, baseline, tasks, progress))
+        out.add_json("card.json", _card(repository, around, baseline, tasks, progress))
         meta = {
             "tasks": len(tasks),
             "broken": sum(progress.left_out.values()),
@@ -272,7 +279,9 @@ def _proof(tasks: Sequence[Task], families: dict[str, int], progress: _Progress)
     )
 
 
-def _card(repository: Repository, baseline: Baseline, tasks: Sequence[Task], progress: _Progress) -> dict[str, Any]:
+def _card(
+    repository: Repository, around: Surroundings, baseline: Baseline, tasks: Sequence[Task], progress: _Progress
+) -> dict[str, Any]:
     """Where the tasks come from, what each strategy gave, and why the rest was left out."""
     proved = Counter(str(task.meta["strategy"]) for task in tasks)
     counts = Counter((str(task.meta["path"]), task.split.value) for task in tasks)
@@ -280,6 +289,8 @@ def _card(repository: Repository, baseline: Baseline, tasks: Sequence[Task], pro
         "source": repository.source,
         "repository": repository.digest,
         "licence": repository.licence,
+        "environment": around.environment.to_values(),
+        "packages": around.runtime.json("packages.json") if around.runtime is not None else [],
         "tests": {"stable": len(baseline.good), "unused": dict(sorted(baseline.bad.items()))},
         "strategies": {
             name: {"candidates": progress.tried[name], "noticed": progress.noticed[name], "tasks": proved[name]}

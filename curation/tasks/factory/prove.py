@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import NoneType
 
 from contracts.store import Store
-from contracts.tasks import Checks, Decoy, Observed, Split, Task
+from contracts.tasks import Checks, Decoy, Environment, Observed, Split, Task
 from curation.cheating import base_names, passing
 from curation.runs import Runs
 from curation.tasks.bugs import file_diff
@@ -52,10 +52,18 @@ class Proved:
 class Prover:
     """Makes and proves tasks of one repository."""
 
-    def __init__(self, repository: Repository, baseline: Baseline, client: SandboxClient, store: Store) -> None:
+    def __init__(
+        self,
+        repository: Repository,
+        environment: Environment,
+        baseline: Baseline,
+        client: SandboxClient,
+        store: Store,
+    ) -> None:
         self._repository, self._baseline, self._store, self._client = repository, baseline, store, client
+        self._environment = environment
         self._verifier = Verifier(client, store, timeout_s=VERIFY_TIMEOUT_S)
-        self._runs = Runs(client, VERIFY_TIMEOUT_S)
+        self._runs = Runs(client, VERIFY_TIMEOUT_S, store)
         self._copies = Copies(repository.tree)
         self._masters: dict[tuple[str, ...], asyncio.Task[tuple[Checks, frozenset[str]]]] = {}
 
@@ -127,6 +135,7 @@ class Prover:
                 **candidate.meta,
             },
             checks=_narrowed(checks, tests),
+            environment=self._environment,
         )
 
     async def _master(self, files: tuple[str, ...]) -> tuple[Checks, frozenset[str]]:
@@ -143,9 +152,8 @@ class Prover:
         tests = tuple(name for name in sorted(self._baseline.good) if name.split("::", 1)[0] in files)
         tree = self._repository.tree
         hidden = {path: tree[path] for path in files}
-        task = Task(
-            f"{self._repository.name}-{'+'.join(files)}", "master", Split.TRAIN, "", tree, hidden, tests, b"", {}
-        )
+        name = f"{self._repository.name}-{'+'.join(files)}"
+        task = Task(name, "master", Split.TRAIN, "", tree, hidden, tests, b"", {}, environment=self._environment)
         passes = passing(await self._runs.run(task, b""))
         task = dataclasses.replace(task, tests=tuple(test for test in tests if test in passes))
         checks = await self._verifier.checks(task) if task.tests else Checks(None, (), ())

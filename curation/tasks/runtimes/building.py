@@ -22,11 +22,11 @@ _OF_INSTALLER = frozenset({"INSTALLER", "REQUESTED", "direct_url.json", "uv_buil
 """Files of a dist-info directory that depend on how it was installed."""
 
 
-def build_runtime(store: Store, lock: Lock, *, wheelhouse: Path | None = None) -> Artifact:
+def build_runtime(store: Store, lock: Lock, *, index: str | None = None, wheelhouse: Path | None = None) -> Artifact:
     """Publish the packages of a lock, or return the existing artifact; killed, it is as if never begun.
 
-    `meta["digest"]` is what tasks name; packages.json lists packages with licences and plugins of pytest. wheelhouse:
-    see `resolve`. Raises TaskError if a wheel is missing or has another hash.
+    `meta["digest"]` is what tasks name; packages.json lists packages with licences and plugins of pytest. index,
+    wheelhouse: see `resolve`. Raises TaskError if a wheel is missing or has another hash.
     """
     found = find_artifact(store, KIND, lock.key)
     if found is not None:
@@ -36,7 +36,7 @@ def build_runtime(store: Store, lock: Lock, *, wheelhouse: Path | None = None) -
         site, listed = out.directory / "site", out.directory / "requirements.txt"
         listed.write_text("".join(f"{each}\n" for each in lock.packages))
         command = ["pip", "install", "--target", str(site), "--require-hashes", "--no-deps", "--link-mode", "copy"]
-        uv([*command, "-r", str(listed)], out.directory, wheelhouse, "its packages can't be installed")
+        uv([*command, "-r", str(listed)], out.directory, index, wheelhouse, "its packages can't be installed")
         licences = [_about(each) for each in sorted(site.glob("*.dist-info"))]
         _tidy(site)
         _add_own(site, lock)

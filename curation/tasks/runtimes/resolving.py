@@ -48,12 +48,17 @@ class Lock(Frozen):
 
 
 def resolve(
-    source: Mapping[str, bytes] | Project, *, wheelhouse: Path | None = None, requirements: Sequence[str] = ()
+    source: Mapping[str, bytes] | Project,
+    *,
+    index: str | None = None,
+    wheelhouse: Path | None = None,
+    requirements: Sequence[str] = (),
 ) -> Lock:
     """Lock the packages that a repository and its tests need, always with a pytest.
 
-    source: the repository's files by path, or what was read of them. wheelhouse: folder of wheels to use instead of an
-    index. requirements: further ones. Raises TaskError, in one line, naming what is missing.
+    source: the repository's files by path, or what was read of them. index: URL of a package index; None: uv's.
+    wheelhouse: folder of wheels, used instead. requirements: further ones. Raises TaskError, in one line, naming what
+    is missing.
     """
     project = source if isinstance(source, Project) else read_project(source)
     if canonicalize_name(project.name) in _PYTEST:
@@ -65,7 +70,7 @@ def resolve(
         own = ["--no-emit-package", project.name] if project.name else []
         flags = ["--generate-hashes", "--no-header", "--no-annotate", "--no-sources", *own]
         command = ["pip", "compile", str(wanted), "-o", str(locked), *flags]
-        uv(command, scratch, wheelhouse, "its packages can't be resolved")
+        uv(command, scratch, index, wheelhouse, "its packages can't be resolved")
         lines = locked.read_text().replace("\\\n", " ").splitlines()
     packages = tuple(sorted(" ".join(line.split()) for line in lines if line and not line.startswith("#")))
     return Lock(
@@ -79,13 +84,15 @@ def resolve(
     )
 
 
-def uv(command: Iterable[str | Path], directory: str | Path, wheelhouse: Path | None, what: str) -> None:
+def uv(
+    command: Iterable[str | Path], directory: str | Path, index: str | None, wheelhouse: Path | None, what: str
+) -> None:
     """Run uv, on wheels only, outside of any project. Raises TaskError, `what` with uv's reason in one line."""
     from uv import find_uv_bin
 
-    where: list[str | Path] = (
-        [] if wheelhouse is None else ["--no-index", "--offline", "--find-links", wheelhouse.resolve()]
-    )
+    where: list[str | Path] = [] if index is None else ["--default-index", index]
+    if wheelhouse is not None:
+        where = ["--no-index", "--offline", "--find-links", wheelhouse.resolve()]
     if wheelhouse is not None and not wheelhouse.is_dir():
         raise TaskError(
             f"the wheelhouse {wheelhouse} is not a folder: fill one with `pip download -d {wheelhouse} ...`"

@@ -1,0 +1,134 @@
+"""Environment of a repository's tasks: its packages as a runtime, and the pytest plugins and settings of its tests."""
+
+from __future__ import annotations
+
+import configparser
+import dataclasses
+import sys
+import sysconfig
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from contracts.artifacts import Artifact
+from contracts.store import Store
+from contracts.tasks import Environment
+from curation.errors import TaskError
+from curation.tasks.factory.source import Repository
+from curation.tasks.factory.steps import recall, record, step_key
+from curation.tasks.runtimes import Lock, Project, build_runtime, read_project, resolve
+
+_ALWAYS = frozenset({"pytest", "pluggy", "iniconfig", "packaging", "pygments", "coverage"})
+"""Packages that envd's sandboxes always show."""
+_CHANGE_RUNS = (
+    "_hypothesis_pytestplugin pytest_cov pytest_html pytest_metadata pytest_mypy pytest_mypy_plugins"
+    " pytest_randomly pytest_rerunfailures pytest_sugar pytest_timeout random_order testmon xdist"
+)
+"""Plugins, by their first module, that change which tests run, in which process or how long. No test needs them."""
+_SETTINGS = ("anyio_mode", "asyncio_mode", "python_classes", "python_functions", "xfail_strict")
+"""Settings of pytest by which a repository says what its tests are; others say how to run or report them."""
+_SECTIONS = {"pytest.ini": "pytest", ".pytest.ini": "pytest", "tox.ini": "pytest", "setup.cfg": "tool:pytest"}
+"""Files with settings beside pyproject.toml, and their section."""
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a repository's tests run in."""
+
+    environment: Environment
+    runtime: Artifact | None
+    """The artifact behind `environment.runtime`, or None for the packages of envd's sandboxes."""
+
+
+def surroundings_of(
+    repository: Repository, store: Store, *, index: str | None = None, wheelhouse: Path | None = None
+) -> Surroundings:
+    """Resolve and publish the packages that a repository's tests need, without running any of its code.
+
+    A repository that needs none beside pytest's, and is not installed beside envd itself, needs no runtime. index: URL
+    of a package index. wheelhouse: folder of wheels, used instead. Raises TaskError in one line.
+    """
+    try:
+        project = read_project(repository.tree)
+        settings = pytest_settings(repository.tree)
+        if not needs_runtime(project, repository.name):
+            return Surroundings(Environment(ini=settings), None)
+        lock = _lock(project, store, index, wheelhouse)
+        runtime = build_runtime(store, lock, index=index, wheelhouse=wheelhouse)
+    except TaskError as error:
+        raise TaskError(f"{repository.source}: {error}") from error
+    environment = Environment(runtime.meta["digest"], tuple(plugins_of(runtime.json("packages.json"))), settings)
+    return Surroundings(environment, runtime)
+
+
+def _lock(project: Project, store: Store, index: str | None, wheelhouse: Path | None) -> Lock:
+    """The lock of a project, which stays the same in a store, so that a resumed run finds its results."""
+    key = step_key("lock", [dataclasses.asdict(project), sys.version_info[:2], sysconfig.get_platform()])
+    found = recall(store, key)
+    if found is None:
+        lock = resolve(project, index=index, wheelhouse=wheelhouse, requirements=["coverage"])
+        found = record(store, key, lock.model_dump(mode="json"))
+    return Lock.model_validate(found)
+
+
+def needs_runtime(project: Project, name: str) -> bool:
+    """Whether tests need packages that envd's sandboxes lack, or would find the repository's code among theirs."""
+    wanted = [Requirement(each) for each in project.requirements]
+    names = {canonicalize_name(each.name) for each in wanted if each.marker is None or each.marker.evaluate()}
+    return not names <= _ALWAYS or _is_installed(project.name or name)
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        metadata.distribution(name)
+    except (metadata.PackageNotFoundError, ValueError):
+        return False
+    return True
+
+
+def plugins_of(packages: list[dict[str, Any]]) -> list[str]:
+    """Modules that pytest loads as plugins, of a runtime's packages.json: those whose fixtures and marks tests use."""
+    found = {module for each in packages for module in each["plugins"]}
+    return sorted(module for module in found if module.partition(".")[0] not in _CHANGE_RUNS.split())
+
+
+def pytest_settings(tree: Mapping[str, bytes]) -> tuple[tuple[str, str], ...]:
+    """Settings of pytest that say what a repository's tests are, from the file that pytest would read."""
+    for path in ("pytest.ini", ".pytest.ini", "pyproject.toml", "tox.ini", "setup.cfg"):
+        if path not in tree:
+            continue
+        text = tree[path].decode(errors="replace")
+        found = _of_toml(text) if path == "pyproject.toml" else _of_ini(text, _SECTIONS[path])
+        if found is not None:
+            return tuple(sorted((key, _text(found[key])) for key in _SETTINGS if key in found))
+    return ()
+
+
+def _of_toml(text: str) -> Mapping[str, Any] | None:
+    try:
+        tables = tomllib.loads(text).get("tool", {}).get("pytest")
+    except (tomllib.TOMLDecodeError, AttributeError):
+        return None
+    if not isinstance(tables, dict):
+        return None
+    settings = tables.get("ini_options", tables)
+    return settings if isinstance(settings, dict) else None
+
+
+def _of_ini(text: str, section: str) -> Mapping[str, Any] | None:
+    read = configparser.ConfigParser(interpolation=None, strict=False)
+    try:
+        read.read_string(text)
+    except configparser.Error:
+        return None
+    return read[section] if read.has_section(section) else None
+
+
+def _text(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value).strip()

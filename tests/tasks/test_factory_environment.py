@@ -1,0 +1,126 @@
+"""Environments of made tasks: pytest's settings, plugins, and packages from a folder of wheels."""
+
+from __future__ import annotations
+
+import asyncio
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from contracts.artifacts import list_artifacts
+from contracts.store import open_store
+from curation.tasks.agents import agent_named, play_suite
+from curation.tasks.factory.environment import needs_runtime, plugins_of, pytest_settings
+from curation.tasks.factory.make import MakeConfig, make_suite
+from curation.tasks.importing.splits import DEFAULT_SHARES
+from curation.tasks.inspect import suite_tasks
+from curation.tasks.runtimes import Project
+from curation.verify import Verifier
+from envd.client import SandboxClient
+from envd.local import TRUSTED, LocalEnvd
+from tests.wheels import pytest_wheels, write_wheel
+
+INI = "[pytest]\nasyncio_mode = auto\naddopts = -x\n"
+TOML = '[tool.pytest.ini_options]\npython_functions = ["test", "check_*"]\nxfail_strict = true\n'
+
+
+@pytest.mark.parametrize(
+    ("files", "want"),
+    [
+        ({}, ()),
+        ({"pytest.ini": INI, "pyproject.toml": TOML}, (("asyncio_mode", "auto"),)),
+        ({"pyproject.toml": TOML, "tox.ini": INI}, (("python_functions", "test check_*"), ("xfail_strict", "True"))),
+        ({"pyproject.toml": "[project]\nname = 'a'\n", "tox.ini": INI}, (("asyncio_mode", "auto"),)),
+        ({"pyproject.toml": "[tool.pytest]\nasyncio_mode = 'strict'\n"}, (("asyncio_mode", "strict"),)),
+        ({"setup.cfg": "[tool:pytest]\npython_classes = Test Check\n"}, (("python_classes", "Test Check"),)),
+        ({"setup.cfg": "[metadata\n", "pytest.ini": "no section\n", "pyproject.toml": "[tool]\npytest = 3\n"}, ()),
+    ],
+)
+def test_settings_are_those_that_pytest_would_read(
+    files: dict[str, str], want: tuple[tuple[str, str], ...], tmp_path: Path
+) -> None:
+    assert pytest_settings({path: text.encode() for path, text in files.items()}) == want
+
+
+def test_plugins_that_change_runs_are_left_out() -> None:
+    modules = ["xdist.plugin", "xdist.looponfail", "pytest_cov.plugin", "pytest_asyncio.plugin", "pytest_freezer"]
+    assert plugins_of([{"plugins": modules[:3]}, {"plugins": modules[3:]}]) == modules[3:]
+
+
+@pytest.mark.parametrize(
+    ("requirements", "name", "want"),
+    [
+        ([], "absent-package", False),
+        (["pytest>=7", "coverage[toml]"], "absent-package", False),
+        (["colorama; sys_platform == 'win32'"], "absent-package", False),
+        (["freezegun"], "absent-package", True),
+        ([], "click", True),  # envd's sandboxes would show the solution of its tasks
+        ([], "no valid name", False),
+    ],
+)
+def test_runtime_is_needed_for_packages_that_sandboxes_lack(requirements: list[str], name: str, want: bool) -> None:
+    assert needs_runtime(Project(name, "1", requirements), "other") is want
+
+
+PACK = {
+    "LICENSE": "Permission is hereby granted, free of charge, to any person",
+    "pyproject.toml": """
+[project]
+name = "sums"
+version = "1"
+dependencies = ["onemore"]
+[dependency-groups]
+test = ["watcher", "pytest"]
+""",
+    "sums.py": "from onemore import more\n\n\ndef add(a, b):\n    return a + more(b) - 1\n",
+    "test_sums.py": """
+import importlib.util
+import pytest
+from sums import add
+
+
+@pytest.mark.parametrize(("a", "b"), [(1, 2), (3, 4)])
+def test_add(a, b, doubled):
+    assert doubled(add(a, b)) == 2 * (a + b)
+
+
+def test_packages_are_those_of_the_runtime():
+    assert importlib.util.find_spec("grpc") is None
+    assert add(0, 0) == 0
+""",
+}
+PLUGIN = b"import pytest\n\n\n@pytest.fixture\ndef doubled():\n    return lambda value: 2 * value\n"
+
+
+@pytest.mark.slow
+def test_made_tasks_bring_the_packages_of_their_repository(tmp_path: Path) -> None:
+    wheels, source, store = tmp_path / "wheels", tmp_path / "sums", open_store(str(tmp_path / "store"))
+    for folder in (wheels, source):
+        folder.mkdir()
+    for path, text in PACK.items():
+        (source / path).write_text(text)
+    pytest_wheels(wheels)
+    write_wheel(wheels, "onemore", "1", {"onemore.py": b"def more(n):\n    return n + 1\n"})
+    write_wheel(wheels, "watcher", "1", {"watcher.py": PLUGIN}, plugin="watcher")
+    coverage = metadata.distribution("coverage")
+    modules = {str(each): Path(str(each.locate())) for each in coverage.files or () if each.suffix == ".py"}
+    write_wheel(wheels, "coverage", coverage.version, {name: path.read_bytes() for name, path in modules.items()})
+
+    async def play(address: str) -> None:
+        async with SandboxClient(address) as client:
+            config = MakeConfig(count=3, strategies=("mutate",))
+            suite = await make_suite(str(source), config, DEFAULT_SHARES, store, client, wheelhouse=wheels)
+            (runtime,) = list_artifacts(store, "runtime")
+            assert suite.manifest.parents["runtime"] == runtime.ref
+            assert {each["name"] for each in suite.json("card.json")["packages"]} >= {"onemore", "watcher"}
+            tasks = list(suite_tasks(suite, None).values())
+            assert tasks
+            assert {task.environment.runtime for task in tasks} == {runtime.meta["digest"]}
+            assert {task.environment.plugins for task in tasks} == {("watcher",)}
+            for name, solved in (("oracle", True), ("noop", False)):
+                played = await play_suite(tasks, agent_named(name), client, Verifier(client, None, runtimes=store))
+                assert [each.verdict.solved for each in played] == [solved] * len(tasks)
+
+    with LocalEnvd(rules=TRUSTED) as envd:
+        asyncio.run(play(envd.address))
