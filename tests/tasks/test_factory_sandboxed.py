@@ -171,6 +171,8 @@ def test_tasks_of_a_package_are_solved_by_their_reference_alone(tmp_path: Path, 
     (suite,) = list_artifacts(store, "task_suite")
     tasks = list(suite_tasks(suite, None).values())
     assert len(tasks) == 10
+    stored = {row["path"] for row in suite.table("tasks.parquet").column("files").to_pylist()[0]}
+    assert "LICENSE" in tasks[0].files and "LICENSE" not in stored, "the tree is stored once, tasks as overlays"
     places = {str(task.meta["path"]): task.split for task in tasks}
     assert len(set(places.values())) == 2 == len(places), "one file, one split"
     assert {str(task.meta["strategy"]) for task in tasks} == {"mutate", "remove", "combine"}

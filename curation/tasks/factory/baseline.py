@@ -70,13 +70,17 @@ class Baseline:
         return [self.good[name] for name in sorted(names) if name in self.good]
 
 
+def check_tests(repository: Repository) -> None:
+    """Raises TaskError if no file of the repository is one of tests."""
+    if not test_files(repository.tree):
+        raise TaskError(f"{repository.source} has no tests: files named test_*.py or *_test.py make tasks possible")
+
+
 async def run_baseline(repository: Repository, guest: Guest, store: Store) -> Baseline:
     """Run all tests of a repository in every way, in sandboxes.
 
-    Raises TaskError if it has no tests, or if fewer than 80% of them pass always.
+    Raises TaskError if pytest collects none, or if fewer than 80% of them pass always.
     """
-    if not test_files(repository.tree):
-        raise TaskError(f"{repository.source} has no tests: files named test_*.py or *_test.py make tasks possible")
     key = step_key("baseline", {"guest": guest.digest, "runs": [list(run) for run in _RUNS]})
     found = recall(store, key)
     if found is None:

@@ -18,7 +18,7 @@ from contracts.store import Store
 from contracts.suites import add_tasks
 from contracts.tasks import Split, Task, files_digest
 from curation.errors import TaskError
-from curation.tasks.factory.baseline import Baseline, run_baseline
+from curation.tasks.factory.baseline import Baseline, check_tests, run_baseline
 from curation.tasks.factory.choose import Caps, distinct, in_turns
 from curation.tasks.factory.environment import Surroundings, surroundings_of
 from curation.tasks.factory.functions import Function, product_sources
@@ -99,6 +99,7 @@ async def make_suite(
     strategies = [strategy_named(name) for name in config.strategies if name != COMBINE]
     repository = read_repository(source, store, index=index, wheelhouse=wheelhouse)
     check_licence(repository.name, repository.licence, config.allowed)
+    check_tests(repository)
     older = None
     if config.revert_from is not None:
         older = read_repository(config.revert_from, store, index=index, wheelhouse=wheelhouse).tree

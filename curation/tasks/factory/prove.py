@@ -136,6 +136,7 @@ class Prover:
             },
             checks=_narrowed(checks, tests),
             environment=self._environment,
+            base=tree,
         )
 
     async def _master(self, files: tuple[str, ...]) -> tuple[Checks, frozenset[str]]:
