@@ -34,6 +34,10 @@ TOML = '[tool.pytest.ini_options]\npython_functions = ["test", "check_*"]\nxfail
         ({"pyproject.toml": "[project]\nname = 'a'\n", "tox.ini": INI}, (("asyncio_mode", "auto"),)),
         ({"pyproject.toml": "[tool.pytest]\nasyncio_mode = 'strict'\n"}, (("asyncio_mode", "strict"),)),
         ({"setup.cfg": "[tool:pytest]\npython_classes = Test Check\n"}, (("python_classes", "Test Check"),)),
+        ({"pytest.ini": "[pytest]\naddopts = -q -m 'not slow' --cov\n"}, (("addopts", "-m 'not slow'"),)),
+        ({"pyproject.toml": "[tool.pytest]\naddopts = ['-ra', '-m', 'not slow']\n"}, (("addopts", "-m 'not slow'"),)),
+        ({"pytest.ini": "[pytest]\naddopts = -m\n"}, ()),
+        ({"pytest.ini": "[pytest]\naddopts = 'open\n"}, ()),
         ({"setup.cfg": "[metadata\n", "pytest.ini": "no section\n", "pyproject.toml": "[tool]\npytest = 3\n"}, ()),
     ],
 )

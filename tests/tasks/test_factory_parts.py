@@ -225,7 +225,8 @@ def test_product_sources_leave_out_tests_and_what_is_not_utf8() -> None:
 
 
 def test_archive_is_read_without_products(tmp_path: Path, store: Store) -> None:
-    names = ["p-1/pack/a.py", "p-1/build/lib/pack/a.py", "p-1/p.egg-info/SOURCES.txt", "p-1/pack/__pycache__/a.pyc"]
+    made = ["build/lib/pack/a.py", "p.egg-info/SOURCES.txt", "pack/__pycache__/a.pyc", "tests/data/.git"]
+    names = ["p-1/pack/a.py", *(f"p-1/{path}" for path in made)]
     archive(tmp_path / "p-1.tar.gz", {**dict.fromkeys(names, b"x = 1\n"), "p-1/PKG-INFO": b"License: MIT\n"})
     found = read_repository("pypi:p==1", store, wheelhouse=tmp_path)
     assert sorted(found.tree) == ["PKG-INFO", "pack/a.py"] and found.licence == "MIT"

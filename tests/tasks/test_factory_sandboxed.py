@@ -104,6 +104,20 @@ def test_mean():
     assert mean([]) is None
 """,
 }
+THREADS = """\
+import threading
+
+
+def test_many_threads_reserve_more_addresses_than_a_run_may_use_memory():
+    done = threading.Event()
+    threads = [threading.Thread(target=done.wait) for _ in range(40)]
+    for each in threads:
+        each.start()
+    done.set()
+    for each in threads:
+        each.join()
+    assert done.is_set()
+"""
 _SHARED = "import tests.shared as s\n\n\n"
 UNSTABLE = {
     "order": (
@@ -207,6 +221,7 @@ def test_unstable_tests_are_named_with_their_cause_and_never_used(tmp_path: Path
     parity = subprocess.check_output([sys.executable, "-c", code], env={"PYTHONHASHSEED": "0"}, text=True)
     files = {f"tests/test_unstable_{name}.py": text.replace("PARITY", parity) for name, (_, text) in UNSTABLE.items()}
     more = {f"tests/test_more_{n}.py": f"def test_more_{n}():\n    assert {n} == {n}\n" for n in range(30)}
+    more["tests/test_threads.py"] = THREADS
     source = package(tmp_path / "pack", {**files, **more, "tests/shared.py": "seen = []\n", "tests/__init__.py": ""})
     store = open_store(str(tmp_path / "store"))
     repository = read_repository(str(source), store)
@@ -220,6 +235,8 @@ def test_unstable_tests_are_named_with_their_cause_and_never_used(tmp_path: Path
         causes = [cause for test, cause in baseline.bad.items() if f"test_unstable_{name}.py" in test]
         assert any(words in cause for cause in causes), (name, baseline.bad)
     assert "tests/test_text.py::test_squeeze" in baseline.good
+    assert any("test_threads.py" in test for test in baseline.good)
+    assert "tests/test_text.py::test_squeeze" in baseline.lines.tests("pack/text.py", 1, 9)
     assert {test for test in baseline.good if "unstable" in test} <= {"tests/test_unstable_alone.py::test_first"}
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import configparser
 import dataclasses
+import shlex
 import sys
 import sysconfig
 import tomllib
@@ -106,8 +108,28 @@ def pytest_settings(tree: Mapping[str, bytes]) -> tuple[tuple[str, str], ...]:
         text = tree[path].decode(errors="replace")
         found = _of_toml(text) if path == "pyproject.toml" else _of_ini(text, _SECTIONS[path])
         if found is not None:
-            return tuple(sorted((key, _text(found[key])) for key in _SETTINGS if key in found))
+            settings = {key: _text(found[key]) for key in _SETTINGS if key in found}
+            marks = _marks(found.get("addopts", ""))
+            return tuple(sorted((settings | ({"addopts": marks} if marks else {})).items()))
     return ()
+
+
+def _marks(options: Any) -> str:
+    """The option of `addopts` that leaves out tests by their marks, such as `-m 'not slow'`; empty without one.
+
+    A repository's other options say how to run or report its tests.
+    """
+    try:
+        words = options if isinstance(options, list) else shlex.split(str(options))
+    except ValueError:
+        return ""
+    chosen = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    chosen.add_argument("-m", default="")
+    try:
+        expression = chosen.parse_known_args([str(word) for word in words])[0].m
+    except argparse.ArgumentError:
+        return ""
+    return shlex.join(["-m", expression]) if expression else ""
 
 
 def _of_toml(text: str) -> Mapping[str, Any] | None:

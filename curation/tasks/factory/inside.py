@@ -105,6 +105,9 @@ class Plugin:
                     begun = [record[1] for record in records if record[0] == "start"]
                     culprit = next((name for name in reversed(begun) if name not in done), None)
                     if culprit is None:
+                        problem = next((record[1] for record in records if record[0] == "problem"), "")
+                        if problem:
+                            raise RuntimeError(f"their run failed after the last of them: {problem}")
                         outcomes.update(done)
                         continue
                     outcomes[culprit] = ["endless" if ended in ("wall", "cpu") else "kills", f"ended by {ended}", 0.0]
@@ -128,8 +131,9 @@ class Plugin:
             write("end", name, status, message, round(time.perf_counter() - began, 5))
             if cover is not None:
                 cover.switch_context("")
-        _deadline(60, 60)
         if cover is not None:
+            _deadline(60, 60)
+            resource.setrlimit(resource.RLIMIT_DATA, resource.getrlimit(resource.RLIMIT_DATA)[1:] * 2)
             cover.stop()
             _write_lines(cover.get_data(), write)
 
@@ -230,8 +234,9 @@ def _child(job: Callable[..., None], path: Path) -> None:
         os.setsid()
         for number in (signal.SIGALRM, signal.SIGPROF, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
-        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (used + _MEMORY, used + _MEMORY))
+        # not of the address space, of which every thread reserves much more than it uses
+        used = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_DATA, (used + _MEMORY, resource.getrlimit(resource.RLIMIT_DATA)[1]))
         out = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         nothing = os.open(os.devnull, os.O_RDWR)
         for standard in range(3):

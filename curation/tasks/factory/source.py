@@ -71,7 +71,9 @@ def read_repository(
 
 def _is_product(path: str) -> bool:
     parts = PurePosixPath(path).parts
-    made = any(part in LEFT_OUT or part.endswith((".egg-info", ".dist-info")) for part in parts[:-1])
+    made = any(part in LEFT_OUT for part in parts) or any(
+        part.endswith((".egg-info", ".dist-info")) for part in parts[:-1]
+    )
     return made or (len(parts) > 1 and parts[0] in _BUILT) or path.endswith((".pyc", ".pyo", ".whl"))
 
 
