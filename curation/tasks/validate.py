@@ -184,6 +184,9 @@ def _contradiction(task: Task, before: Verdict, after: Verdict) -> str | None:
             f"its test {failed.name} does not pass after the fix: {failed.status},"
             f" {' '.join(failed.message.split()) or 'no message'}"
         )
+    if not after.solved:
+        named = ", ".join(each.name for each in after.findings if each.tampering)
+        return f"its fix counts as tampering with verdicts ({named})"
     return None
 
 

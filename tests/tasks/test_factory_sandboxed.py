@@ -202,6 +202,25 @@ def test_tasks_of_a_package_are_solved_by_their_reference_alone(tmp_path: Path, 
     assert made(source, again, trusted, count=10, strategies=("mutate", "remove", "combine")) == suite.ref.digest
 
 
+def test_a_fix_that_looks_at_frames_solves_its_task(tmp_path: Path, trusted: str) -> None:
+    frames = (
+        "import sys\n\n\n"
+        "def caller():\n    frame = sys._getframe(1)\n    name = frame.f_code.co_name\n    return name\n"
+    )
+    test = "from pack.frames import caller\n\n\ndef test_caller():\n    assert caller() == 'test_caller'\n"
+    source = package(tmp_path / "pack", {"pack/frames.py": frames, "tests/test_frames.py": test})
+    store = open_store(str(tmp_path / "store"))
+    made(source, store, trusted, count=5, strategies=("remove",))
+    (suite,) = list_artifacts(store, "task_suite")
+    tasks = [task for task in suite_tasks(suite, None).values() if task.meta["path"] == "pack/frames.py"]
+    assert tasks, suite.json("card.json")["left_out"]
+    for agent, solved in (("oracle", True), ("noop", False)):
+        played = with_client(
+            trusted, lambda client, agent=agent: play_suite(tasks, agent_named(agent), client, Verifier(client, None))
+        )
+        assert [each.verdict.solved for each in played] == [solved] * len(tasks)
+
+
 def check_task(task: Task, source: Path) -> None:
     """The agent gets neither the failing tests nor a line of the fix."""
     for test in task.meta["fail_to_pass"]:

@@ -25,7 +25,7 @@ from curation.tasks.factory.source import Repository
 from curation.tasks.factory.text import instruction_of
 from curation.tasks.validate import CheatResult, validate_tasks
 from curation.verify import Verifier
-from envd.client import SandboxClient
+from envd.client import SandboxClient, VerifyResult
 
 MOST_KEPT = 40
 """Tests that must still pass which a task names."""
@@ -79,10 +79,15 @@ class Prover:
             return Proved(screened, None, f"its proof takes longer than {PROOF_S:.0f} s")
 
     async def _proved(self, screened: Screened, draft: Task) -> Proved:
+        fixed = await self._runs.run(draft, draft.reference_diff)
+        # what the fix itself does is no tampering, as for imported tasks
+        checks = draft.checks or Checks(None, (), ())
+        known = tuple(sorted({*checks.known, *fixed.tampering}))
+        draft = dataclasses.replace(draft, checks=dataclasses.replace(checks, known=known))
         report, sound = await validate_tasks([draft], self._client, store=self._store, verifier=self._verifier)
         if not sound:
             return Proved(screened, None, _general(report.broken[0].reason))
-        flip = await self._flips(draft)
+        flip = await self._flips(draft, fixed)
         return Proved(screened, None, flip) if flip else Proved(screened, sound[0], cheats=tuple(report.cheats))
 
     async def _draft(self, screened: Screened, function: Function) -> Task | str:
@@ -160,12 +165,12 @@ class Prover:
         checks = await self._verifier.checks(task) if task.tests else Checks(None, (), ())
         return checks, passes
 
-    async def _flips(self, task: Task) -> str | None:
-        """Why repeated runs disagree with the verdicts, or None."""
-        runs = [b"", task.reference_diff] * (REPETITIONS - 1)
+    async def _flips(self, task: Task, fixed: VerifyResult) -> str | None:
+        """Why repeated runs disagree with the verdicts, or None. fixed: of an earlier run after the fix."""
+        runs = [b"", *[b"", task.reference_diff] * (REPETITIONS - 2)]
         results = await asyncio.gather(*(self._runs.run(task, diff) for diff in runs))
         to_pass = set(task.meta["fail_to_pass"])
-        for diff, result in zip(runs, results, strict=True):
+        for diff, result in zip([*runs, task.reference_diff], [*results, fixed], strict=True):
             wanted = set(base_names(task.tests)) if diff else set(task.meta["pass_to_pass"])
             if passing(result) != wanted or (not diff and to_pass & passing(result)):
                 return "repetitions disagree"
@@ -190,6 +195,7 @@ def _general(reason: str) -> str:
         "said to fail before the fix",
         "do not run to their end",
         "does not pass after the fix",
+        "counts as tampering",
         "the cheat",
         "pass before the fix",
     ):
