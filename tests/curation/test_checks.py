@@ -26,6 +26,7 @@ from curation.tasks.checks.expectations import agrees, decode
 from curation.tasks.checks.proving import prove
 from envd.client import TestOutcome, VerifyResult
 from envd.sandbox.observing import MAX_VALUE_BYTES, encode, install
+from envd.types import Observation
 
 SUITE = b'''"""Tests."""
 from __future__ import annotations
@@ -344,3 +345,23 @@ def test_a_decoy_that_does_not_end_in_time_proves_nothing(late: int) -> None:
     assert len(decoys_run) == 2
     assert [each.tests for each in checks.decoys] == ([(name,)] if late == 1 else [])
     assert checks.undecided == (() if late == 1 else (name,))
+
+
+@pytest.mark.parametrize("decorator", ["", "@given(st.integers())\n", "@hypothesis.given(a=st.integers())\n"])
+def test_tests_whose_values_are_drawn_anew_are_not_observed(decorator: str) -> None:
+    name = "t.py::test"
+    source = f"{decorator}def test(a=2):\n    assert f(a) == a\n".encode()
+    task = Task("drawn", "", Split.TRAIN, "", {}, {"t.py": source}, (name,), b"", {})
+
+    async def run(hidden: Mapping[str, bytes] | None, tests: Sequence[str] | None) -> VerifyResult:
+        text = (hidden or task.hidden_files)["t.py"].decode().removeprefix(decorator)
+        seen: list[Observation] = []
+        install(lambda key, value: seen.append(Observation(name, key, value)))
+        passes = runs(text, {"f": lambda a: a})
+        return VerifyResult(
+            (TestOutcome(name, "passed" if passes else "failed"),), "completed", "", observations=tuple(seen)
+        )
+
+    checks = asyncio.run(prove(task, run)).checks
+    assert (checks.observed is None) == bool(decorator)
+    assert [each.tests for each in checks.decoys] == [(name,)] and not checks.undecided

@@ -53,6 +53,22 @@ def functions_of(files: dict[str, bytes]) -> dict[str, list[str]]:
     return keys
 
 
+def drawn_functions(files: dict[str, bytes]) -> set[str]:
+    """`path::function` of functions whose arguments Hypothesis draws, which see other values in every run."""
+    found: set[str] = set()
+    for path, data in files.items():
+        try:
+            tree = Source(data).tree if path.endswith(".py") else ast.Module([], [])
+        except (SyntaxError, ValueError, RecursionError):
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                calls = [each.func for each in node.decorator_list if isinstance(each, ast.Call)]
+                if any(getattr(each, "attr", getattr(each, "id", "")) == "given" for each in calls):
+                    found.add(f"{path}::{node.name}")
+    return found
+
+
 class _File:
     def __init__(
         self, source: Source, number: int, made: Observed, without: Collection[str], tables: bool, plain: bool

@@ -105,7 +105,16 @@ async def _observe(
             best = (len(without), found)
         if not without:
             break
-    return best[1]
+    drawn = await asyncio.to_thread(observing.drawn_functions, files)
+    return _repeatable(best[1], drawn)
+
+
+def _repeatable(observed: Observed | None, drawn: set[str]) -> Observed | None:
+    """The observed tests without those that see other values in every run."""
+    if observed is None or not drawn:
+        return observed
+    seen = {test: keys for test, keys in observed.seen.items() if _function(test) not in drawn}
+    return Observed(observed.files, observed.rules, observed.hidden, seen) if seen else None
 
 
 async def _observed(
