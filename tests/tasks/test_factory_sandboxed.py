@@ -24,8 +24,10 @@ from curation.tasks.factory import prove
 from curation.tasks.factory.baseline import run_baseline
 from curation.tasks.factory.environment import Surroundings
 from curation.tasks.factory.guest import Guest
-from curation.tasks.factory.make import MakeConfig, make_suite
+from curation.tasks.factory.make import MakeConfig, covered_functions, make_suite
+from curation.tasks.factory.screen import CHUNK, screen
 from curation.tasks.factory.source import read_repository
+from curation.tasks.factory.strategies import Context, strategy_named
 from curation.tasks.importing.splits import DEFAULT_SHARES
 from curation.tasks.inspect import suite_tasks
 from curation.verify import Verifier
@@ -200,6 +202,32 @@ def test_tasks_of_a_package_are_solved_by_their_reference_alone(tmp_path: Path, 
     assert not any(each.verdict.solved for each in idle)
     again = open_store(str(tmp_path / "again"))
     assert made(source, again, trusted, count=10, strategies=("mutate", "remove", "combine")) == suite.ref.digest
+
+
+def test_more_candidates_than_one_sandbox_screens_give_tasks(tmp_path: Path, trusted: str) -> None:
+    functions = "".join(
+        f"def scaled_{n}(value, low=0):\n    if value < low:\n        return low\n    return value * {n} + low\n\n\n"
+        for n in range(2, 42)
+    )
+    tests = "from pack import scaled\n\n\n" + "".join(
+        f"def test_scaled_{n}():\n    assert [scaled.scaled_{n}(v) for v in (-1, 0, 2)] == [0, 0, {2 * n}]\n\n\n"
+        for n in range(2, 42)
+    )
+    source = package(tmp_path / "pack", {"pack/scaled.py": functions, "tests/test_scaled.py": tests})
+    store = open_store(str(tmp_path / "store"))
+    repository = read_repository(str(source), store)
+
+    async def screened(client: SandboxClient) -> float:
+        guest = Guest(client, repository.tree, Surroundings(Environment(), None))
+        baseline = await run_baseline(repository, guest, store)
+        found = covered_functions(repository, baseline)
+        context = Context(repository, found, baseline.lines, 0, 8, None)
+        candidates = list(strategy_named("mutate")(context))
+        assert len(candidates) > 2 * CHUNK
+        kept = await screen(candidates, {each.key: each for each in found}, baseline, guest, store)
+        return len(kept.kept) / len(candidates)
+
+    assert with_client(trusted, screened) > 0.5
 
 
 def test_a_fix_that_looks_at_frames_solves_its_task(tmp_path: Path, trusted: str) -> None:

@@ -18,8 +18,10 @@ from curation.tasks.factory.strategies import Candidate, changed_text
 
 MOST_TESTS = 250
 """A candidate whose lines more tests run is left out: it would break most of the suite."""
-_CHUNK = 120
+CHUNK = 120
 """Candidates screened in one sandbox, and lost if it is killed."""
+_SCREEN_S = 3000.0
+"""Deadline of a chunk, in seconds; envd allows 3600."""
 _WALL_S, _CPU_S = 90.0, 4.0
 """Deadlines of one candidate. The first, of wall clock, is for code that waits: a busy machine must not exceed it."""
 _ENVIRONMENT = {"TZ": "UTC", "PYTHONHASHSEED": "0"}
@@ -62,7 +64,7 @@ async def screen(
             reasons[request] += 1
         else:
             asked.append((each, request))
-    chunks = [asked[start : start + _CHUNK] for start in range(0, len(asked), _CHUNK)]
+    chunks = [asked[start : start + CHUNK] for start in range(0, len(asked), CHUNK)]
     done = 0
 
     async def one(chunk: list[tuple[Candidate, dict[str, Any]]]) -> dict[str, Any]:
@@ -90,8 +92,7 @@ async def _chunk(requests: list[dict[str, Any]], guest: Guest, store: Store) -> 
     found = recall(store, key)
     if found is None:
         spec = {"candidates": requests, "wall_s": _WALL_S, "cpu_s": _CPU_S}
-        timeout_s = 600 + _WALL_S * len(requests) / 2
-        found = record(store, key, (await guest.run(spec, timeout_s=timeout_s, env=_ENVIRONMENT))["candidates"])
+        found = record(store, key, (await guest.run(spec, timeout_s=_SCREEN_S, env=_ENVIRONMENT))["candidates"])
     result: dict[str, Any] = found
     return result
 
