@@ -192,6 +192,9 @@ def _recorder(
             send("tamper", status=name)
 
     class Recorder:
+        def pytest_configure(self, config: pytest.Config) -> None:
+            config.option.tbstyle = "line"  # a report's message is all that is read, and tracebacks take time
+
         def pytest_sessionstart(self, session: pytest.Session) -> None:
             known.extend(session.config.pluginmanager.get_plugins())
 

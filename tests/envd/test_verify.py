@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import ast
 import asyncio
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -229,6 +232,106 @@ def test_messages_hold_no_addresses_and_are_short(anywhere: Harness) -> None:
     assert messages[0] == messages[1] and len(messages[0]) <= 500
     shown = anywhere.verify({"calc.py": "class R: pass\ndef add(a, b):\n    return R()\n"}).outcomes[0].message
     assert "object at 0x..." in shown
+
+
+FAILURES = """\
+import unittest
+
+import pytest
+
+
+class Odd(Exception):
+    def __str__(self):
+        return "first line\\nsecond line"
+
+
+def hidden_helper():
+    __tracebackhide__ = True
+    raise Odd
+
+
+def deep(n):
+    return deep(n + 1)
+
+
+@pytest.fixture
+def broken():
+    raise LookupError("no such thing")
+
+
+def test_compares():
+    assert {"a": [1, 2, 3]} == {"a": [1, 2, 4]}
+
+
+def test_chains():
+    try:
+        [][1]
+    except IndexError as error:
+        raise ValueError("outer") from error
+
+
+def test_hides():
+    hidden_helper()
+
+
+def test_recurses():
+    deep(0)
+
+
+def test_fails_plainly():
+    pytest.fail("a reason", pytrace=False)
+
+
+def test_setup(broken):
+    pass
+
+
+def test_unknown_fixture(absent):
+    pass
+
+
+def test_groups():
+    raise ExceptionGroup("several", [ValueError("one"), TypeError("two")])
+
+
+def test_evaluates():
+    eval("1 / 0")
+
+
+def test_exits():
+    raise SystemExit(3)
+
+
+class TestUnit(unittest.TestCase):
+    def test_equal(self):
+        self.assertEqual([1], [2], "lists differ")
+"""
+PLUGIN = """\
+from envd.sandbox.runner import _message
+
+
+def pytest_runtest_logreport(report):
+    if not report.passed:
+        print("SEEN", repr([report.nodeid, _message(report, "/no")]))
+"""
+
+
+def test_messages_are_those_of_whole_tracebacks(namespaces: Harness, tmp_path: Path) -> None:
+    (tmp_path / "test_failures.py").write_text(FAILURES)
+    (tmp_path / "messages.py").write_text(PLUGIN)
+    command = [sys.executable, "-m", "pytest", "-c", "/dev/null", "--rootdir", ".", "-p", "messages", "-s", "--tb=long"]
+    said = subprocess.run(
+        [*command, "--import-mode=importlib", "test_failures.py"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": f"{Path(envd.client.__file__).parents[1]}:{tmp_path}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    whole = dict(ast.literal_eval(line.partition("SEEN ")[2]) for line in said.stdout.splitlines() if "SEEN [" in line)
+    assert len(whole) == FAILURES.count("def test_")
+    found = namespaces.verify({}, hidden={"test_failures.py": FAILURES.encode()}, tests=tuple(whole))
+    assert {each.name: each.message for each in found.outcomes} == whole
 
 
 def test_a_link_out_of_the_workspace_does_not_catch_a_hidden_file(namespaces: Harness) -> None:

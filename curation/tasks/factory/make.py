@@ -41,7 +41,7 @@ COMBINE = "combine"
 """Strategy that joins bugs which others found."""
 _SPARE = 2.5
 """Candidates screened for each task wanted, by strategy."""
-_BATCH = 16
+_BATCH = 32
 """Bugs proved at once."""
 Report = Callable[[str, int, int], None]
 """Called with (phase, done, total)."""
