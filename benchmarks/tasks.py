@@ -1,12 +1,14 @@
 """Tasks: suites made of packages of an index, without a setting for any: yields, time, and speed of the screen.
 
-For each package, `triplane tasks make` runs in its own store; then the oracle and noop play the suite. The screen is
-compared with one pytest process in a sandbox for each candidate, on the same candidates and tests.
+For each package, `triplane tasks make` runs in its own store; then the oracle, noop and an agent that searches its
+sandbox for the solution (`tasks_attacker`) play the suite. The screen is compared with one pytest process in a sandbox
+for each candidate, on the same candidates and tests.
 """
 
 from __future__ import annotations
 
 import asyncio
+import shlex
 import tempfile
 import time
 from collections.abc import Sequence
@@ -15,10 +17,12 @@ from typing import Any
 
 from pydantic import Field
 
+from benchmarks import tasks_attacker
 from benchmarks.result import Options, Result
 from contracts.errors import TriplaneError
 from contracts.store import open_store
-from curation.tasks.agents import agent_named, play_suite
+from contracts.tasks import Task
+from curation.tasks.agents import Agent, Observation, agent_named, play_suite
 from curation.tasks.factory.baseline import Baseline, run_baseline
 from curation.tasks.factory.environment import surroundings_of
 from curation.tasks.factory.guest import Guest
@@ -52,6 +56,20 @@ class TasksOptions(Options):
 
 
 OPTIONS = TasksOptions
+_AGENTS = ("oracle", "noop", "search")
+
+
+class Searcher:
+    """Agent that runs `tasks_attacker` with path and name of the function to be mended."""
+
+    def act(self, task: Task, observation: Observation) -> Sequence[ToolCall]:
+        """Calls that write and run the program, then no calls."""
+        if observation.turns:
+            return ()
+        path, _, name = str(task.meta["function"]).partition("::")
+        program = Path(tasks_attacker.__file__).read_text()
+        command = f"mv .search.py /tmp/search.py && python /tmp/search.py {shlex.quote(path)} {shlex.quote(name)}"
+        return ToolCall("write", {"path": ".search.py", "content": program}), ToolCall("exec", {"command": command})
 
 
 def run(options: TasksOptions) -> Result:
@@ -68,14 +86,14 @@ async def _run(options: TasksOptions, folder: Path, address: str) -> Result:
             rows.append(await _package(pin, options.count, folder / pin.split("==")[0], client))
         speedup = await _speedup(packages[0], options.compared, folder / "screen", client) if options.compared else {}
     working = [row for row in rows if row["tasks"]]
-    scores = [(row["oracle"], row["noop"]) for row in working]
     metrics = {
         "packages_that_work": float(len(working)),
         "share_of_packages": len(working) / len(rows),
         "tasks": float(sum(row["tasks"] for row in rows)),
         "minutes": sum(row["seconds"] for row in rows) / 60,
-        "oracle_score": min((oracle for oracle, _ in scores), default=0.0),
-        "noop_score": max((noop for _, noop in scores), default=1.0),
+        "oracle_score": min((row["oracle"] for row in working), default=0.0),
+        "noop_score": max((row["noop"] for row in working), default=1.0),
+        "search_score": max((row["search"] for row in working), default=1.0),
         **speedup,
     }
     whole = (options.packages, options.count) == (PACKAGES, 500)
@@ -84,7 +102,7 @@ async def _run(options: TasksOptions, folder: Path, address: str) -> Result:
 
 async def _package(pin: str, count: int, folder: Path, client: SandboxClient) -> dict[str, Any]:
     store, began = open_store(str(folder)), time.perf_counter()
-    row: dict[str, Any] = {"package": pin, "tasks": 0, "seconds": 0.0, "oracle": 0.0, "noop": 0.0, "note": ""}
+    row: dict[str, Any] = {"package": pin, "tasks": 0, "seconds": 0.0, **dict.fromkeys(_AGENTS, 0.0), "note": ""}
     try:
         suite = await make_suite(f"pypi:{pin}", MakeConfig(count), DEFAULT_SHARES, store, client)
     except TriplaneError as error:
@@ -92,9 +110,10 @@ async def _package(pin: str, count: int, folder: Path, client: SandboxClient) ->
     seconds = round(time.perf_counter() - began, 1)
     tasks = list(suite_tasks(suite, None).values())
     scores = {}
-    for agent in ("oracle", "noop"):
-        played = await play_suite(tasks, agent_named(agent), client, Verifier(client, None, runtimes=store))
-        scores[agent] = sum(each.verdict.solved for each in played) / len(played)
+    for name in _AGENTS:
+        agent: Agent = Searcher() if name == "search" else agent_named(name)
+        played = await play_suite(tasks, agent, client, Verifier(client, None, runtimes=store))
+        scores[name] = sum(each.verdict.solved for each in played) / len(played)
     return row | {"tasks": len(tasks), "seconds": seconds, **scores}
 
 
