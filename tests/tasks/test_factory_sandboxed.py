@@ -140,6 +140,10 @@ UNSTABLE = {
         "def test_random(n):\n    assert random.random() < 0.5\n",
     ),
     "endless": ("endless", "def test_spins():\n    while True:\n        pass\n"),
+    "waits": (
+        "endless: ended by waiting",
+        "import threading\n\n\ndef test_waits():\n    assert threading.Event().wait()\n",
+    ),
     "kills": ("kills", "import os\n\n\ndef test_kills():\n    os._exit(3)\n"),
 }
 """File of an unstable test: words of the cause that names it, and its text."""

@@ -20,6 +20,7 @@ import json
 import os
 import re
 import resource
+import select
 import signal
 import sys
 import time
@@ -34,6 +35,8 @@ import pytest
 
 ROOT = Path("/workspace")
 OUT = Path("/tmp/.triplane-out")
+IDLE_S = 20.0
+"""Time in seconds after which a fork that only waits is ended."""
 MOST_DEATHS = 25
 """Tests that may kill their process before a run is given up."""
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]{6,}")
@@ -110,7 +113,11 @@ class Plugin:
                             raise RuntimeError(f"their run failed after the last of them: {problem}")
                         outcomes.update(done)
                         continue
-                    outcomes[culprit] = ["endless" if ended in ("wall", "cpu") else "kills", f"ended by {ended}", 0.0]
+                    outcomes[culprit] = [
+                        "endless" if ended in ("wall", "cpu", "waiting") else "kills",
+                        f"ended by {ended}",
+                        0.0,
+                    ]
                     left = [name for name in groups[number] if name not in outcomes]
                     if left:
                         again.append(left)
@@ -204,7 +211,8 @@ def _in_forks(
 ) -> Iterator[tuple[Any, str, list[list[Any]]]]:
     """Call every job in a fork, `workers` at once. Yields (key, how the fork ended, what it wrote)."""
     OUT.mkdir(exist_ok=True)
-    running: dict[int, tuple[Any, Path]] = {}
+    running: dict[int, tuple[Any, Path, _Idle]] = {}
+    killed: set[int] = set()
     jobs, number = iter(jobs), 0
     while True:
         while len(running) < workers and (job := next(jobs, None)) is not None:
@@ -213,18 +221,65 @@ def _in_forks(
             pid = os.fork()
             if pid == 0:
                 _child(job[1], path)
-            running[pid] = (job[0], path)
+            running[pid] = (job[0], path, _Idle(pid))
         if not running:
             return
+        killed |= _await_any({pid: each[2] for pid, each in running.items()})
         pid, status = os.waitpid(-1, 0)
         if pid not in running:
             continue
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)
-        key, path = running.pop(pid)
+        key, path, _ = running.pop(pid)
         records = [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
         path.unlink(missing_ok=True)
-        yield key, _ended(status), records
+        yield key, "waiting" if pid in killed else _ended(status), records
+
+
+class _Idle:
+    """Tells whether a fork and its children only wait, as in a deadlock. On a busy machine what computes is slow, but
+    never stands still for so long.
+    """
+
+    def __init__(self, session: int) -> None:
+        self._session, self._used, self._since = session, 0, time.monotonic()
+
+    def is_long(self) -> bool:
+        """Whether nothing was computed for IDLE_S. Call it every second."""
+        used, now = _ticks(self._session), time.monotonic()
+        if used != self._used:
+            self._used, self._since = used, now
+        return now - self._since > IDLE_S
+
+
+def _ticks(session: int) -> int:
+    """Processor time of a session's processes and their ended children, in ticks of 10 ms."""
+    total = 0
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            fields = path.read_text().rpartition(")")[2].split()
+            if int(fields[3]) == session:
+                total += sum(map(int, fields[11:15]))
+    return total
+
+
+def _await_any(running: dict[int, _Idle]) -> set[int]:
+    """Wait until a fork ends. Those that only wait are killed and returned."""
+    descriptors = {os.pidfd_open(pid): pid for pid in running}
+    poll = select.poll()
+    for each in descriptors:
+        poll.register(each, select.POLLIN)
+    try:
+        while not poll.poll(1000):
+            idle = {pid for pid, each in running.items() if each.is_long()}
+            for pid in idle:
+                os.kill(pid, signal.SIGKILL)
+            if idle:
+                return idle
+        return set()
+    finally:
+        for each in descriptors:
+            os.close(each)
 
 
 def _child(job: Callable[..., None], path: Path) -> None:

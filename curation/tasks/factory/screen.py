@@ -153,7 +153,7 @@ def _judge(candidate: Candidate, request: dict[str, Any], result: Any, baseline:
     if result is None:
         return "lost"
     ended, problem, _, failed = result
-    if ended in ("wall", "cpu"):
+    if ended in ("wall", "cpu", "waiting"):
         return "endless"
     if problem:
         return f"not run: {problem.split(':')[0]}"
