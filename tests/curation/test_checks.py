@@ -347,6 +347,33 @@ def test_a_decoy_that_does_not_end_in_time_proves_nothing(late: int) -> None:
     assert checks.undecided == (() if late == 1 else (name,))
 
 
+def test_a_test_that_never_ends_with_other_expectations_is_left_out_of_its_decoy() -> None:
+    source = b"def test_a():\n    assert f() == 1\n\n\ndef test_b():\n    assert g() == 2\n\n\n" + (
+        b"def test_c():\n    assert h() == 3\n"
+    )
+    names = tuple(f"t.py::test_{each}" for each in "abc")
+    task = Task("waits", "", Split.TRAIN, "", {}, {"t.py": source}, names, b"", {})
+    asked: list[tuple[str, ...]] = []
+
+    async def run(hidden: Mapping[str, bytes] | None, tests: Sequence[str] | None) -> VerifyResult:
+        text = (hidden or task.hidden_files)["t.py"]
+        if text == source:
+            return VerifyResult(tuple(TestOutcome(name, "passed") for name in names), "completed", "")
+        if b"__see__" in text:
+            return VerifyResult(tuple(TestOutcome(name, "missing") for name in names), "crashed", "")
+        asked.append(tuple(tests or ()))
+        if names[1] not in asked[-1]:
+            return VerifyResult(tuple(TestOutcome(name, "failed") for name in asked[-1]), "completed", "")
+        began = TestOutcome(names[1], "missing", "no report of its call")
+        late = TestOutcome(names[2], "missing", "not collected or never reported")
+        return VerifyResult((TestOutcome(names[0], "failed"), began, late), "timed_out", "")
+
+    checks = asyncio.run(prove(task, run)).checks
+    assert set(asked) == {names, (names[0], names[2])}
+    assert {each.tests for each in checks.decoys} == {(names[0], names[2])}
+    assert checks.undecided == (names[1],)
+
+
 @pytest.mark.parametrize("decorator", ["", "@given(st.integers())\n", "@hypothesis.given(a=st.integers())\n"])
 def test_tests_whose_values_are_drawn_anew_are_not_observed(decorator: str) -> None:
     name = "t.py::test"

@@ -16,6 +16,8 @@ from envd.client import VerifyResult
 CHECKS_VERSION = "2"
 """Bump if the same tests get other decoys or observations."""
 _ROUNDS = 3
+_MOST_STUCK = 2
+"""Times that a decoy's run is repeated, without the test that did not end."""
 _WAYS = ((True, True), (False, True), (True, False), (False, False))
 """Variants of observing: (hide dictionaries' values, strip values in computations of their methods)."""
 Run = Callable[[Mapping[str, bytes] | None, Sequence[str] | None], Coroutine[None, None, VerifyResult]]
@@ -46,9 +48,15 @@ async def prove(task: Task, run: Run) -> Proof:
     keys = await asyncio.to_thread(observing.functions_of, files)
 
     async def decoy(version: dict[str, bytes]) -> VerifyResult:
-        hidden = task.hidden_files | version
-        result = await run(hidden, tests)
-        return await run(hidden, tests) if result.exit == "timed_out" else result
+        hidden, left = task.hidden_files | version, tests
+        result = await run(hidden, left)
+        for repetition in range(_MOST_STUCK):
+            stuck = stuck_tests(result)
+            left = tuple(test for test in left if test not in stuck)
+            if result.exit != "timed_out" or not left or (repetition and not stuck):
+                break
+            result = await run(hidden, left)
+        return result
 
     async def failed(chosen: Sequence[dict[str, bytes]]) -> list[VerifyResult]:
         return await asyncio.gather(*map(decoy, chosen))
@@ -66,7 +74,7 @@ async def prove(task: Task, run: Run) -> Proof:
         Decoy(version, failing)
         for version, result in zip(versions, results, strict=False)
         if result.exit != "timed_out"  # a busy machine is no proof that the tests fail
-        and (failing := tuple(test for test in tests if test not in passing(result)))
+        and (failing := tuple(test for test in ran(result) if test not in passing(result)))
     ]
     decided = {test for each in chosen for test in each.tests} | set(observed.seen if observed else ())
     return Proof(
@@ -78,6 +86,20 @@ async def prove(task: Task, run: Run) -> Proof:
         ),
         written,
     )
+
+
+def stuck_tests(result: VerifyResult) -> set[str]:
+    """Tests that a run began and did not end, by name without parameters."""
+    return {
+        base_name(each.name)
+        for each in result.outcomes
+        if each.status == "missing" and each.message.startswith("no report of its")
+    }
+
+
+def ran(result: VerifyResult) -> tuple[str, ...]:
+    """Tests that were asked for, without their parameters, in order."""
+    return base_names([each.name for each in result.outcomes])
 
 
 def _unobserved(tests: Sequence[str], observed: Observed | None, keys: Mapping[str, list[str]]) -> bool:
@@ -132,7 +154,9 @@ async def _observed(
         if not made.files:
             break
         result = await run(task.hidden_files | made.files, tests)
-        bad = _disagreeing(made, result, tests, keys)
+        stuck = stuck_tests(result) if result.exit == "timed_out" else set()
+        told = tuple(test for test in tests if test in stuck or test in passing(result)) if stuck else tests
+        bad = _disagreeing(made, result, told, keys)
         if not bad:
             seen = _seen(made, result)
             return without, Observed(made.files, made.rules, made.hidden, seen) if seen else None
