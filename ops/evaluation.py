@@ -14,8 +14,8 @@ A run commits every task that is played and graded (contracts.parts): a killed o
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import pyarrow as pa
@@ -32,6 +32,7 @@ from contracts.episodes import (
 )
 from contracts.failpoints import failpoint
 from contracts.parts import Parts
+from contracts.store import Store
 from contracts.tasks import Split, Task
 from curation.measures import Sample, measures, read_samples
 from curation.rewards import REWARDS, RewardConfig, grade_episodes
@@ -49,6 +50,7 @@ from ops.rewards import ungraded_allowed
 from ops.spec import Work
 from ops.step import Step
 from resources.errors import EvaluationIncomplete
+from resources.experiment import Experiment
 from resources.loops import run_async
 from resources.sampler import SamplerResource
 from resources.sandboxes import SandboxesResource
@@ -121,35 +123,50 @@ TABLES = {
 """Tables of an `evaluation_run` and of its parts, each of which holds one task."""
 
 
+@dataclass(frozen=True)
+class Playing:
+    """What the readings of policies are played with."""
+
+    store: Store
+    experiment: Experiment
+    sampler: SamplerResource
+    sandboxes: SandboxesResource
+    show: Callable[..., None]
+    """Called with (phase, done, total) and measurements by name, as StepProgress.update."""
+
+
 def play_splits(
     step: Step, sampler: SamplerResource, sandboxes: SandboxesResource, policy: ArtifactRef, suite: ArtifactRef
 ) -> dict[str, Artifact]:
-    """Runs of every reading by name; missing runs are played."""
+    """Runs of every reading of a step's experiment by name; missing runs are played."""
+    playing = Playing(step.store, step.experiment, sampler, sandboxes, step.progress.update)
+    return play_readings(playing, readings_of(step.experiment), policy, suite)
+
+
+def play_readings(
+    playing: Playing, readings: Sequence[Reading], policy: ArtifactRef, suite: ArtifactRef
+) -> dict[str, Artifact]:
+    """Runs of these readings by name; missing runs are played, and killed ones go on. Raises EvaluationIncomplete."""
     found: dict[str, Artifact] = {}
     missing: list[Reading] = []
-    for each in readings_of(step.experiment):
-        run = each.work(step.store, step.experiment, policy, suite).find()
+    for each in readings:
+        run = each.work(playing.store, playing.experiment, policy, suite).find()
         if run is None:
             missing.append(each)
         else:
             found[each.name] = run
     if missing:
-        found |= run_async(_play(step, sampler, sandboxes, policy, suite, missing))
+        found |= run_async(_play(playing, policy, suite, missing))
     return found
 
 
 async def _play(
-    step: Step,
-    sampler: SamplerResource,
-    sandboxes: SandboxesResource,
-    policy: ArtifactRef,
-    suite: ArtifactRef,
-    readings: list[Reading],
+    playing: Playing, policy: ArtifactRef, suite: ArtifactRef, readings: list[Reading]
 ) -> dict[str, Artifact]:
-    experiment, checkpoint = step.experiment, open_artifact(step.store, policy)
+    experiment, checkpoint = playing.experiment, open_artifact(playing.store, policy)
     async with (
-        sandboxes.client(experiment.sandboxes) as client,
-        sampler.lease(checkpoint, "evaluation", experiment.engine) as engine,
+        playing.sandboxes.client(experiment.sandboxes) as client,
+        playing.sampler.lease(checkpoint, "evaluation", experiment.engine) as engine,
     ):
         player = Player.of(
             engine,
@@ -159,43 +176,48 @@ async def _play(
             policy_version=policy.digest,
             key="",  # each reading has its own
             limits=experiment.sandboxes.limits.limits(),
-            store=step.store,
+            store=playing.store,
         )
-        tasks, verifier = load_tasks(step.store, suite), Verifier(client, step.store)
+        tasks, verifier = load_tasks(playing.store, suite), Verifier(client, playing.store)
         try:
             async with asyncio.TaskGroup() as running:
-                playing = {
+                started = {
                     each.name: running.create_task(
                         _play_reading(
-                            step, each, each.work(step.store, experiment, policy, suite), player, tasks, verifier
+                            playing,
+                            each,
+                            each.work(playing.store, experiment, policy, suite),
+                            player,
+                            tasks,
+                            verifier,
                         )
                     )
                     for each in readings
                 }
         except BaseExceptionGroup as several:
             raise several.exceptions[0] from None
-    return {name: task.result() for name, task in playing.items()}
+    return {name: task.result() for name, task in started.items()}
 
 
 async def _play_reading(
-    step: Step, reading: Reading, work: Work, player: Player, tasks: Mapping[str, Task], verifier: Verifier
+    playing: Playing, reading: Reading, work: Work, player: Player, tasks: Mapping[str, Task], verifier: Verifier
 ) -> Artifact:
     """Play one reading and commit its run. All readings share the player's limit of episodes in flight."""
     name, temperature = reading.name.replace("_", " "), 0.0 if reading.greedy else player.config.temperature
 
     def show(now: ShardProgress) -> None:
-        step.progress.update(name, now.episodes_done, now.episodes_total, tokens_per_second=now.tokens_per_second)
+        playing.show(name, now.episodes_done, now.episodes_total, tokens_per_second=now.tokens_per_second)
 
     groups = evaluation_groups(
         split_tasks(tasks, reading.split),
         reading.samples,
         experiment=EVALUATION_SLOTS,
         split=reading.split,
-        seed=step.experiment.seed,
+        seed=playing.experiment.seed,
         key=work.key,
     )
     config = player.config.model_copy(update={"temperature": temperature, "record_routing": False})
-    parts, allowed = Parts(step.store, work.kind, work.key, TABLES.values()), ungraded_allowed(step.experiment)
+    parts, allowed = Parts(playing.store, work.kind, work.key, TABLES.values()), ungraded_allowed(playing.experiment)
     commits = _TaskCommits(parts, await asyncio.to_thread(parts.read), tasks, verifier, allowed)
     played = await play_groups(replace(player, config=config, key=work.key), groups, commits, Meter(0, show))
     return await asyncio.to_thread(_commit_run, work, parts, reading, played, allowed)

@@ -22,6 +22,7 @@ from curation.tasks.suite import SUITE_VERSION, TaskSuiteConfig
 from curation.tokenizer import TOKENIZER_VERSION, tokenizer_key
 from inference.rollouts import ROLLOUTS_VERSION
 from ops import where
+from ops.difficulty import difficulty_note
 from ops.floor import find_floor
 from ops.fork import source_inputs
 from ops.quarantine.members import quarantined_ref
@@ -45,7 +46,7 @@ def _place(state: IterationState) -> Slice:
 TASK_SUITE = StepSpec(
     name="task_suite",
     version=SUITE_VERSION,
-    slice=lambda state: state.experiment.tasks.model_dump(mode="json"),
+    slice=lambda state: state.experiment.tasks.made_from,
     plane="curation",
     needs=("sandboxes",),
     once=True,
@@ -173,6 +174,20 @@ ITERATION_INPUTS = StepSpec(
     recorded_by=None,
 )
 
+
+def _range(state: IterationState) -> Slice:
+    """Pass rates that tasks are drawn from; empty without such a range, so that keys stay as they are."""
+    wanted = state.difficulty
+    return {"difficulty": wanted.model_dump(mode="json", exclude={"artifact"})} if wanted else {}
+
+
+def _drawn_from(state: IterationState) -> Refs | None:
+    """The suite and, if tasks are drawn by it, its difficulty."""
+    given = PROMPTS.parents(state)
+    measured = state.pinned.difficulty if state.pinned and state.difficulty else None
+    return given and {**given, **({"difficulty": measured} if measured else {})}
+
+
 PROMPTS = StepSpec(
     name="prompts",
     version="1",
@@ -181,8 +196,11 @@ PROMPTS = StepSpec(
         "iteration": state.sampled_as["iteration"],
         "cursor": state.pinned.cursor if state.pinned else 0,
         "seed": state.experiment.seed,
+        **_range(state),
     },
     inputs={"task_suite": "iteration_inputs.task_suite"},
+    key_inputs=_drawn_from,
+    note=difficulty_note,
 )
 
 ROLLOUTS = StepSpec(

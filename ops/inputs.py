@@ -15,11 +15,10 @@ from contracts.artifacts import (
     open_artifact,
 )
 from contracts.store import Store
-from contracts.tasks import Split
 from inference.rollouts.plan import GroupPlan, draw_prompts
+from ops.difficulty import pinned_difficulty, training_tasks
 from ops.graph import ITERATION_INPUTS, PROMPTS
 from ops.iteration_keys import iteration_key, next_iteration, require_key
-from ops.loading import load_tasks, split_tasks
 from ops.off_policy import require_recent
 from ops.replay import lineage_of, replay
 from ops.state import TRAINING_START, IterationInputs, IterationState, Start, read_inputs, training_start_key
@@ -80,9 +79,11 @@ def pin_inputs(step: Step, policy: str) -> Artifact:
         cursor=cursor_before(step.store, step.experiment, step.iteration),
     )
     inputs = replay(step.store, step.experiment, inputs)
+    inputs = inputs.model_copy(update={"difficulty": pinned_difficulty(step.store, step.experiment, inputs)})
     source, forked = lineage_of(step.store, step.experiment, inputs)
     begun = {} if ahead else {"trainer_state": start.trainer_state}
-    with step.work.writer({"policy": inputs.policy, **begun, **source}) as out:
+    measured = {"difficulty": inputs.difficulty} if inputs.difficulty else {}
+    with step.work.writer({"policy": inputs.policy, **begun, **source, **measured}) as out:
         out.add_json("inputs.json", inputs.model_dump(mode="json"))
         restored = restoring_rollback(step.store, step.experiment.name, inputs.policy)
         return out.commit(
@@ -163,7 +164,7 @@ def cursor_before(store: Store, experiment: Experiment, iteration: str) -> int:
 
 def draw(store: Store, experiment: Experiment, inputs: IterationInputs) -> PromptsDrawn:
     """Draw the tasks that an iteration samples. Deterministic."""
-    tasks = split_tasks(load_tasks(store, inputs.task_suite), Split.TRAIN)
+    tasks = training_tasks(IterationState(experiment, store, inputs.iteration, pinned=inputs))
     groups, reserve, after = draw_prompts(
         [task.task_id for task in tasks],
         count=experiment.prompts.groups,
@@ -182,8 +183,8 @@ def draw_and_commit(step: Step) -> Artifact:
     if found is not None:
         return found
     drawn = draw(step.store, step.experiment, step.inputs)
+    selected = {"tasks_in_range": len(training_tasks(step.state))} if step.state.difficulty else {}
     with step.work.writer() as out:
         out.add_json("prompts.json", drawn.model_dump(mode="json"))
-        return out.commit(
-            meta={"groups": len(drawn.groups), "reserve": len(drawn.reserve), "cursor_after": drawn.cursor_after}
-        )
+        counts = {"groups": len(drawn.groups), "reserve": len(drawn.reserve), "cursor_after": drawn.cursor_after}
+        return out.commit(meta={**counts, **selected})

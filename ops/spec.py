@@ -74,8 +74,8 @@ class StepSpec:
     """Whether the step runs once per experiment instead of once per iteration."""
     where: Callable[[Experiment], str] | None = None
     """Location where the step runs, for display; None: that of the first resource."""
-    note: Callable[[IterationState], str] | None = None
-    """Note for dry runs."""
+    note: Callable[[IterationState], str | None] | None = None
+    """Note for dry runs; it may raise what the run would."""
     config: Callable[[IterationState], Slice] | None = None
     """Part of the slice in the step's own key, if the keys of its parts contain the rest; None: the whole slice."""
     key_inputs: Callable[[IterationState], Refs | None] | None = None

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
+from typing import Any
 
-from pydantic import Field
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from contracts.artifacts import ArtifactRef, Frozen, find_artifact, open_artifact
 from contracts.digests import action_key
 from contracts.store import Store
+from curation.tasks.difficulty.config import DifficultyConfig
 from resources.experiment import Experiment
 
 TRAINING_START = "training_start"
@@ -55,6 +57,14 @@ class IterationInputs(Frozen):
     """Ids of unfinished episodes carried over from an earlier iteration."""
     replayed: Replayed | None = None
     """Set for an iteration of a fork that repeats one of its source."""
+    difficulty: ArtifactRef | None = None
+    """Estimates by which training tasks are selected; None: all are drawn."""
+
+    @model_serializer(mode="wrap")
+    def _leave_out_unset(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Dump the fields, without `difficulty` if unset, so that digests stay as they are without it."""
+        values: dict[str, Any] = dump(self)
+        return {name: value for name, value in values.items() if name != "difficulty" or value is not None}
 
     @property
     def started(self) -> Start:
@@ -94,6 +104,11 @@ class IterationState:
         found = self.pinned.replayed if self.pinned else None
         where = (found.experiment, found.iteration) if found else (self.experiment.name, self.iteration)
         return dict(zip(("experiment", "iteration"), where, strict=True))
+
+    @property
+    def difficulty(self) -> DifficultyConfig | None:
+        """Range of pass rates that tasks are drawn from. None also for an iteration that began without estimates."""
+        return None if self.pinned and self.pinned.difficulty is None else self.experiment.tasks.difficulty
 
     def replayed(self, asset: str) -> ArtifactRef | None:
         """Artifact of an asset that this iteration takes from its source, or None."""

@@ -106,8 +106,8 @@ def _require_by_reference(original: Experiment, forked: Experiment) -> None:
 
 def _referenced(experiment: Experiment) -> dict[str, Any]:
     """Settings of what a fork takes from its source without looking at them again."""
-    found = {"tasks": experiment.tasks, "base": experiment.base, "trainer.precision": experiment.trainer.precision}
-    return {name: each.model_dump(mode="json") for name, each in found.items()}
+    found = {"base": experiment.base, "trainer.precision": experiment.trainer.precision}
+    return {"tasks": experiment.tasks.made_from} | {name: each.model_dump(mode="json") for name, each in found.items()}
 
 
 def _require_recent(store: Store, forked: Experiment, number: int) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import dagster as dg
 
 from contracts.store import open_store
+from ops.difficulty import require_difficulty
 from resources.experiment import Experiment
 from resources.progress import ProgressSink, no_progress
 from resources.training_launcher import require_launchable
@@ -36,6 +37,7 @@ def run_iterations(
     """
     require_launchable(experiment)
     store = open_store()
+    require_difficulty(store, experiment)
     with open_runner(experiment, instance, progress) as runner:
         runner.base()
         between()

@@ -10,11 +10,12 @@ import asyncio
 import base64
 import importlib.util
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from contracts.digests import sha256
 from contracts.tasks import Task
 from curation.errors import TaskError
 from curation.verify import Verdict, Verifier
@@ -43,6 +44,8 @@ class Observation:
     instruction: str
     turns: tuple[Turn, ...]
     """Turns so far."""
+    sample: int = 0
+    """Number of this attempt at the task, from 0."""
 
 
 class Agent(Protocol):
@@ -121,6 +124,11 @@ def agent_named(name: str) -> Agent:
     return Script(Path(name))
 
 
+def agent_identity(name: str) -> str:
+    """Name of an agent for keys: that of a script is its content's digest; modules that it imports do not count."""
+    return f"script {sha256(Path(name).read_bytes())}" if name.endswith(".py") else name
+
+
 @dataclass(frozen=True)
 class Played:
     """One task with its graded episode."""
@@ -130,6 +138,8 @@ class Played:
     calls: int
     diff: bytes
     verdict: Verdict
+    sample: int = 0
+    """Number of this attempt at the task, from 0."""
 
 
 async def play_suite(
@@ -141,36 +151,47 @@ async def play_suite(
     limits: Limits = Limits(),
     max_turns: int = MAX_TURNS,
     progress: Callable[[int, int], None] | None = None,
+    samples: int = 1,
+    keep: Callable[[Played], Awaitable[None]] | None = None,
 ) -> list[Played]:
-    """Run the agent once on every task, each in its own sandbox, and grade the final state in another.
+    """Run the agent `samples` times on every task, each in its own sandbox, and grade the final state in another.
 
-    Results are in the order of `tasks`.
+    Results are in the order of `tasks` and samples. keep: called with every graded episode as soon as it is there.
 
     Raises TaskError if the agent fails, InfraFault if envd keeps failing.
     """
     slots, done = asyncio.Semaphore(CONCURRENCY), 0
 
-    async def one(task: Task) -> Played:
+    async def one(task: Task, sample: int) -> Played:
         nonlocal done
         async with slots:
-            played = await play_task(task, agent, client, verifier, limits=limits, max_turns=max_turns)
+            played = await play_task(task, agent, client, verifier, limits=limits, max_turns=max_turns, sample=sample)
+        if keep is not None:
+            await keep(played)
         done += 1
         if progress is not None:
-            progress(done, len(tasks))
+            progress(done, len(tasks) * samples)
         return played
 
     try:
         async with asyncio.TaskGroup() as group:
-            running = [group.create_task(one(task)) for task in tasks]
+            running = [group.create_task(one(task, sample)) for task in tasks for sample in range(samples)]
     except ExceptionGroup as faults:
         raise faults.exceptions[0] from None
     return [each.result() for each in running]
 
 
 async def play_task(
-    task: Task, agent: Agent, client: SandboxClient, verifier: Verifier, *, limits: Limits, max_turns: int
+    task: Task,
+    agent: Agent,
+    client: SandboxClient,
+    verifier: Verifier,
+    *,
+    limits: Limits,
+    max_turns: int,
+    sample: int = 0,
 ) -> Played:
-    """Run the agent on one task and grade it."""
+    """Run the agent on one task and grade it. sample: number of this attempt at the task."""
     turns: list[Turn] = []
     await verifier.provide(task)
     template, environment = await client.put_template(task.files), task.environment
@@ -178,13 +199,14 @@ async def play_task(
         template, limits=limits, env=environment.variables(task.files), runtime=environment.runtime
     ) as sandbox:
         while len(turns) < max_turns:
-            observation = Observation(task.task_id, task.instruction, tuple(turns))
+            observation = Observation(task.task_id, task.instruction, tuple(turns), sample)
             calls = await asyncio.to_thread(agent.act, task, observation)
             if not calls:
                 break
             turns.append(Turn(tuple(calls), tuple(await sandbox.batch(calls, timeout_s=TOOL_TIMEOUT_S))))
         diff = await sandbox.finish(export=Export(task.deliverables) if task.deliverables else None)
-    return Played(task, len(turns), sum(len(turn.calls) for turn in turns), diff, await verifier.grade(task, diff))
+    calls_made = sum(len(turn.calls) for turn in turns)
+    return Played(task, len(turns), calls_made, diff, await verifier.grade(task, diff), sample)
 
 
 def _load(path: Path) -> Callable[[Observation], Any]:

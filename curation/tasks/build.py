@@ -20,7 +20,7 @@ MAX_BROKEN_SHARE = 0.02
 
 def suite_key(config: TaskSuiteConfig) -> str:
     """Action key of the suite of this configuration."""
-    return action_key("task_suite", {}, config.model_dump(), SUITE_VERSION)
+    return action_key("task_suite", {}, config.made_from, SUITE_VERSION)
 
 
 def planned_key(config: SuiteConfig, store: Store) -> str | None:
@@ -83,7 +83,7 @@ def _publish(config: TaskSuiteConfig, store: Store, tasks: list[Task], report: V
         "splits": {split.value: splits[split.value] for split in Split},
     }
     with ArtifactWriter(
-        store, "task_suite", suite_key(config), parents={}, config=config.model_dump(), code_version=SUITE_VERSION
+        store, "task_suite", suite_key(config), parents={}, config=config.made_from, code_version=SUITE_VERSION
     ) as out:
         add_tasks(out, tasks)
         out.add_json("validation.json", report.model_dump())

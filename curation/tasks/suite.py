@@ -5,24 +5,40 @@ by seed.
 from __future__ import annotations
 
 from random import Random
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
 
 from contracts.tasks import Split, Task
 from curation.errors import TaskError
 from curation.tasks.bugs import VISIBLE_TEST, Bug, draw_bugs, file_diff
 from curation.tasks.cases import Case, assertion, draw_cases
+from curation.tasks.difficulty.config import DifficultyConfig
 from curation.tasks.operations import BY_NAME, OPERATIONS_VERSION, allowed
 
 SUITE_VERSION = f"2{OPERATIONS_VERSION}"
 HIDDEN_TEST = "tests/test_hidden.py"
 
 
-class TaskSuiteConfig(BaseModel):
-    """Number of tasks per split, and the seed."""
+class _Suite(BaseModel):
+    """What generated and imported suites share."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    @model_serializer(mode="wrap")
+    def _leave_out_unset(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Dump the fields, without `difficulty` if unset, so that digests stay as they are without it."""
+        values: dict[str, Any] = dump(self)
+        return {name: value for name, value in values.items() if name != "difficulty" or value is not None}
+
+    @property
+    def made_from(self) -> dict[str, Any]:
+        """Settings that affect the suite itself."""
+        return self.model_dump(mode="json", exclude={"difficulty"})
+
+
+class TaskSuiteConfig(_Suite):
+    """Number of tasks per split, and the seed."""
 
     train: int = Field(default=448, ge=1, le=1_000_000)
     """Tasks of the split train, from which rollouts draw."""
@@ -34,6 +50,8 @@ class TaskSuiteConfig(BaseModel):
     """Tasks of the split unseen, with operations in places where no training task has them. No decision uses them."""
     seed: int = Field(default=0, ge=0)
     """Seed that assigns names and compositions to splits and draws the tasks."""
+    difficulty: DifficultyConfig | None = None
+    """Training tasks by their difficulty; null: all."""
 
     @property
     def count(self) -> int:
@@ -49,15 +67,15 @@ class TaskSuiteConfig(BaseModel):
         return cls(train=count - gate - held_out - unseen, gate=gate, held_out=held_out, unseen=unseen, seed=seed)
 
 
-class ImportedSuiteConfig(BaseModel):
-    """A suite in the experiment's store, made by `triplane tasks import`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+class ImportedSuiteConfig(_Suite):
+    """A suite in the experiment's store, made by `triplane tasks import` or `triplane tasks make`."""
 
     kind: Literal["import"]
     """Selects an imported suite; a generated suite has no kind."""
     suite: str = Field(pattern=r"^[0-9a-f]{8,64}$")
     """Digest of the task_suite artifact, or at least its first eight digits."""
+    difficulty: DifficultyConfig | None = None
+    """Training tasks by their difficulty; null: all."""
 
 
 SuiteConfig = TaskSuiteConfig | ImportedSuiteConfig

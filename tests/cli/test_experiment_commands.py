@@ -76,6 +76,11 @@ def test_a_dry_run_lists_every_step_and_makes_nothing(here: Run, tmp_path: Path)
         (["iterate", "-e", "small", "--dry-run", "--set", "prompts.groups=many"], "prompts.groups"),
         (["iterate", "-e", "small", "--dry-run", "--set", "prompts.groups"], "prompts.groups"),
         (["tasks", "list", "-e", "small"], "triplane tasks build -e small"),
+        (["tasks", "difficulty", "-e", "small"], "name one of --agent and --policy"),
+        (["tasks", "difficulty", "-e", "small", "--agent", "noop", "-k", "9"], "--k 9 is above --samples 8"),
+        (["tasks", "difficulty", "-e", "small", "--agent", "noop"], "triplane tasks build -e small"),
+        (["iterate", "-e", "small", "--dry-run", "--set", "tasks.difficulty={low: 0.5}"], "tasks build -e small"),
+        (["iterate", "-e", "small", "--set", "tasks.difficulty={low: 0.5}"], "tasks build -e small"),
     ],
 )
 def test_a_wrong_name_or_value_is_one_line_that_says_the_fix(here: Run, arguments: list[str], named: str) -> None:

@@ -109,6 +109,8 @@ def test_the_keys_of_work_that_stores_hold_do_not_change(store: Store) -> None:
         ({"rollouts": {"group_size": 4}}, {"rollouts"}),
         ({"rollouts": {"max_turns": 4}}, {"rollouts", *RUNS}),
         ({"prompts": {"groups": 32}}, {"prompts"}),
+        # the suite stays, and an iteration that began without estimates draws from all tasks
+        ({"tasks": {"difficulty": {"low": 0.1}}}, set()),
         ({"prompts": {"workers": 2}}, {"rollouts"}),
         ({"engine": {"threads": 1}}, set()),
         ({"rollouts": {"tool_prompt": True}}, {"rollouts", *RUNS}),

@@ -1,4 +1,4 @@
-"""`triplane tasks`: build, make or import a task suite, list, show and prove its tasks, run an agent on them."""
+"""`triplane tasks`: build, make or import a task suite, list, show, prove and rate its tasks, run an agent."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from contracts.errors import TriplaneError
 from contracts.store import open_store
 from contracts.tasks import Split
 from contracts.visible import visible
-from triplane_dagster.cli import tasks_make, tasks_own
+from triplane_dagster.cli import tasks_difficulty, tasks_make, tasks_own
 from triplane_dagster.cli.experiments import find_experiment
 from triplane_dagster.cli.options import AsJson, ExperimentName, Limit, Overrides
 from triplane_dagster.cli.output import cell, console, print_json, print_rows
@@ -197,3 +197,4 @@ def check(
 app.command()(tasks_make.make)
 app.command("import")(tasks_own.import_tasks)
 app.command()(tasks_own.run)
+app.command()(tasks_difficulty.difficulty)
