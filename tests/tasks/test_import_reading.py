@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,16 @@ def test_a_row_gives_the_commit_its_tests_after_the_test_patch_and_the_lists(tmp
     assert task.meta["fail_to_pass"] == [ADD] and task.family == "acme/pack"
 
 
+def test_a_bare_clone_is_read_like_any_other(clones: tuple[Path, str], tmp_path: Path) -> None:
+    rows = rows_file(tmp_path / "rows.jsonl", [row(clones[1])])
+    command = ["git", "clone", "--quiet", "--bare", str(clones[0] / "acme__pack"), str(tmp_path / "bare" / "pack.git")]
+    subprocess.run(command, check=True)
+    (usual,), (bare,) = (read_source(rows, repos).tasks for repos in (clones[0], tmp_path / "bare"))
+    assert bare == usual
+
+
 ROWS: dict[str, tuple[dict[str, Any], str]] = {
+    "unknown environment": ({"triplane_environment": {"os": 1}}, r"its environment .* wrong: known keys are runtime"),
     "missing clone": ({"repo": "acme/other"}, r"holds no clone of acme/other: clone it there as acme__other"),
     "unknown commit": ({"base_commit": "f" * 40}, r"acme__pack lacks commit f{40}: fetch it there"),
     "patch": ({"patch": "--- a/x\n+++ b/x\n@@ -1 +1 @@\n-a\n+b\n"}, r"its patch does not apply: .*make it anew"),

@@ -29,7 +29,8 @@ def import_tasks(
     source: Annotated[
         Path,
         typer.Argument(
-            help="Folder of repositories with a task.yaml, or .jsonl file of SWE-bench style rows or interactions."
+            help="Folder of repositories with a task.yaml or of Harbor tasks, or .jsonl file of SWE-bench style rows or"
+            " interactions."
         ),
     ],
     repos: Annotated[
@@ -43,7 +44,7 @@ def import_tasks(
     """Make a task suite from your own repositories. Every task is proved in sandboxes; broken ones are named and left
     out.
 
-    docs/tasks.md describes both formats. An existing import is reused.
+    docs/tasks.md describes the formats. An existing import is reused.
 
     Examples:
 

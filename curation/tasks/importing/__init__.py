@@ -1,6 +1,7 @@
-"""Import tasks: repositories with tests, or SWE-bench style rows over local clones, proved like generated tasks.
+"""Import tasks: repositories with tests, Harbor tasks, or SWE-bench style rows over local clones, proved as generated
+tasks are.
 
-    folder.read_folder, swebench.read_rows -> Reading (tasks; what can't be one, with its reason)
+    folder.read_folder, harbor.read_harbor, swebench.read_rows -> Reading (tasks; what can't be one, with its reason)
                                                  |
     suite.import_suite: validate (sandboxes) -> splits -> the task_suite artifact
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import AliasChoices
+from pydantic import AliasChoices, BeforeValidator
 
 from contracts.patterns import PathPatterns
-from contracts.tasks import Split, Task
+from contracts.tasks import Environment, Split, Task
 from curation.errors import TaskError
 from curation.tasks.importing.trees import Tree
 from curation.tasks.validate import BrokenTask
@@ -21,6 +22,8 @@ MAX_BYTES = 48 * 1024 * 1024
 DELIVERABLES_KEYS = ("deliverables", "artifacts")
 """Keys under which a source may name the files that count as the agent's work."""
 DELIVERABLES = AliasChoices(*DELIVERABLES_KEYS)
+TestNames = Annotated[list[str], BeforeValidator(lambda value: json.loads(value) if isinstance(value, str) else value)]
+"""Node ids, as a list or as one written as text."""
 _ID = re.compile(r"[A-Za-z0-9_.=@+-]+")
 
 
@@ -58,6 +61,7 @@ class Source:
     meta: Mapping[str, Any]
     deliverables: tuple[str, ...] = ()
     """Patterns of the files that count as the agent's work; empty: all."""
+    environment: Environment = field(default_factory=Environment)
 
 
 def task_of(source: Source) -> Task:
@@ -88,6 +92,7 @@ def task_of(source: Source) -> Task:
         reference_diff=source.reference,
         meta={**source.meta, "path": _subject(files, changed)},
         deliverables=source.deliverables,
+        environment=source.environment,
     )
 
 
@@ -100,6 +105,15 @@ def check_tests(tests: Sequence[str], where: str) -> tuple[str, ...]:
         if not colons or not path.endswith(".py") or not name or PurePosixPath(path).is_absolute():
             raise TaskError(f"its test {test!r} is no pytest node id: write tests/test_x.py::test_name")
     return tuple(dict.fromkeys(tests))
+
+
+def environment_of(values: dict[str, Any]) -> Environment:
+    """Environment of a task as its source states it. Raises TaskError for an unknown key."""
+    try:
+        return Environment.from_values(values)
+    except (TypeError, AttributeError):
+        known = ", ".join(vars(Environment()))
+        raise TaskError(f"its environment {values} is wrong: known keys are {known}") from None
 
 
 def _check_deliverables(deliverables: Sequence[str], changed: Sequence[str]) -> None:

@@ -14,6 +14,7 @@ from contracts.suites import add_tasks
 from contracts.tasks import Split, Task
 from curation.errors import TaskError
 from curation.tasks.importing.folder import read_folder
+from curation.tasks.importing.harbor import is_harbor, read_harbor
 from curation.tasks.importing.reading import Reading
 from curation.tasks.importing.splits import DEFAULT_SHARES, deal
 from curation.tasks.importing.swebench import read_rows
@@ -26,10 +27,12 @@ IMPORT_SUITE_VERSION = "2"
 def read_source(source: Path, repos: Path | None = None) -> Reading:
     """The tasks of a folder or a JSONL file. repos: clones for the latter, by default beside it. Raises TaskError."""
     if source.is_dir():
-        return read_folder(source)
+        return read_harbor(source) if is_harbor(source) else read_folder(source)
     if source.is_file():
         return read_rows(source, repos or source.parent)
-    raise TaskError(f"{source} does not exist: give a folder of repositories with task.yaml, or a .jsonl file")
+    raise TaskError(
+        f"{source} does not exist: give a folder of repositories with task.yaml or of Harbor tasks, or a .jsonl file"
+    )
 
 
 async def import_suite(

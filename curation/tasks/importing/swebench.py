@@ -6,11 +6,19 @@ import json
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from curation.errors import TaskError
 from curation.tasks.importing.interactions import as_instance, is_interaction
-from curation.tasks.importing.reading import DELIVERABLES, Reading, Source, check_tests, task_of
+from curation.tasks.importing.reading import (
+    DELIVERABLES,
+    Reading,
+    Source,
+    TestNames,
+    check_tests,
+    environment_of,
+    task_of,
+)
 from curation.tasks.importing.splits import ImportedSplit
 from curation.tasks.importing.trees import commit_tree, patched_tree
 from curation.tasks.validate import BrokenTask
@@ -33,21 +41,18 @@ class Row(BaseModel):
     """Grading adds the files that it changes, in their new version; the agent does not see them."""
     problem_statement: str = Field(min_length=1)
     """Instructions for the agent."""
-    FAIL_TO_PASS: list[str]
+    FAIL_TO_PASS: TestNames
     """Node ids that fail before the fix and pass after it."""
-    PASS_TO_PASS: list[str] = []
+    PASS_TO_PASS: TestNames = []
     """Node ids that must still pass after the fix."""
     split: ImportedSplit | None = None
     """Split of the task; default: assigned by share."""
     deliverables: tuple[str, ...] = Field(default=(), validation_alias=DELIVERABLES)
     """Patterns, as in `.gitignore`, of the files that count as the agent's work; empty: all changed files."""
+    triplane_environment: dict[str, Any] = {}
+    """Packages, test settings and limits (docs/tasks.md), as `triplane tasks export` writes them."""
     conversation: str | None = None
     """Digest of the source interaction, if any."""
-
-    @field_validator("FAIL_TO_PASS", "PASS_TO_PASS", mode="before")
-    @classmethod
-    def _from_text(cls, value: Any) -> Any:
-        return json.loads(value) if isinstance(value, str) else value
 
 
 def read_rows(file: Path, repos: Path) -> Reading:
@@ -119,6 +124,7 @@ def _source(row: Row, repos: Path) -> Source:
         tests=tests,
         reference=row.patch.encode(),
         deliverables=row.deliverables,
+        environment=environment_of(row.triplane_environment),
         meta={
             "repo": row.repo,
             "base_commit": row.base_commit,

@@ -38,15 +38,16 @@ def commit_tree(clone: Path, commit: str) -> Tree:
 
     Raises TaskError for an unknown commit.
     """
-    if _git(["cat-file", "-e", f"{commit}^{{commit}}"], clone).returncode:
+    if run_git(["cat-file", "-e", f"{commit}^{{commit}}"], clone).returncode:
         raise TaskError(
             f"its clone {clone.name} lacks commit {commit}: fetch it there (`git fetch --unshallow` or `git fetch"
             f" origin {commit}`)"
         )
     with tempfile.TemporaryDirectory() as scratch:
-        index = {"GIT_INDEX_FILE": f"{scratch}/index"}
+        # a bare clone has no work tree, which checkout-index asks for
+        index = {"GIT_INDEX_FILE": f"{scratch}/index", "GIT_WORK_TREE": scratch}
         for command in (["read-tree", commit], ["checkout-index", "--all", f"--prefix={scratch}/tree/"]):
-            done = _git(command, clone, environment=index)
+            done = run_git(command, clone, environment=index)
             if done.returncode:
                 raise TaskError(f"commit {commit} can't be read from {clone.name}: {_said(done)}")
         return folder_tree(Path(scratch, "tree"))
@@ -59,7 +60,7 @@ def patched_tree(tree: Tree, patch: bytes, name: str) -> Tree:
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch, "tree")
         write_tree(root, tree)
-        done = _git(["apply", "--whitespace=nowarn", "-"], root, data=patch)
+        done = run_git(["apply", "--whitespace=nowarn", "-"], root, data=patch)
         if done.returncode:
             raise TaskError(f"its {name} does not apply: {_said(done)}; make it anew against this very tree")
         return folder_tree(root)
@@ -70,15 +71,15 @@ def tree_patch(before: Tree, after: Tree) -> bytes:
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch, "tree")
         write_tree(root, before)
-        _must(_git(["init", "--quiet", "--template="], root))
-        _must(_git(["add", "--all", "--force"], root))
-        old = _must(_git(["write-tree"], root)).decode().strip()
+        _must(run_git(["init", "--quiet", "--template="], root))
+        _must(run_git(["add", "--all", "--force"], root))
+        old = _must(run_git(["write-tree"], root)).decode().strip()
         for path in before.keys() - after.keys():
             (root / path).unlink()
         write_tree(root, after)
-        _must(_git(["add", "--all", "--force"], root))
+        _must(run_git(["add", "--all", "--force"], root))
         options = ["--cached", "--binary", "--full-index", "--no-color", "--no-ext-diff", "--no-renames"]
-        return _must(_git(["diff", *options, old], root))
+        return _must(run_git(["diff", *options, old], root))
 
 
 def write_tree(root: Path, tree: Tree) -> None:
@@ -99,10 +100,10 @@ def _relative(path: Path, root: Path) -> str:
     return name
 
 
-def _git(
+def run_git(
     command: Sequence[str], where: Path, *, data: bytes = b"", environment: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[bytes]:
-    """Run git in `where`, ignoring repositories above a scratch directory."""
+    """Run git in `where` without its configuration, ignoring repositories above `where`. data: its standard input."""
     settings = {
         "PATH": os.environ.get("PATH", os.defpath),
         "LC_ALL": "C",

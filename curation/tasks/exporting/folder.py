@@ -1,0 +1,28 @@
+"""A folder that appears whole or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from contracts.owned import owned_directory, sweep_abandoned
+from curation.errors import TaskError
+
+
+@contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """Hidden folder beside `out`, which becomes `out` when the block ends without an error.
+
+    Raises TaskError if `out` exists and is not an empty folder.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise TaskError(f"{out} exists and is not empty: name a new folder with --out")
+    parent, prefix = out.absolute().parent, f".{out.name}."
+    parent.mkdir(parents=True, exist_ok=True)
+    sweep_abandoned(parent, prefix)
+    with owned_directory(prefix, parent) as scratch:
+        folder = Path(scratch, out.name)
+        folder.mkdir()
+        yield folder
+        folder.rename(out)

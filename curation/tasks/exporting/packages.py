@@ -1,0 +1,23 @@
+"""Versions of the packages that a task's tests see, for the image of an exported task."""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+from contracts.artifacts import list_artifacts
+from contracts.runtimes import KIND
+from contracts.store import Store
+from curation.errors import TaskError
+
+
+def packages_of(store: Store, runtime: str) -> dict[str, str]:
+    """Versions by name. runtime: digest of the task's runtime; empty: pytest in the version that grades here.
+
+    Raises TaskError if the store lacks the runtime.
+    """
+    if not runtime:
+        return {"pytest": metadata.version("pytest")}
+    for artifact in list_artifacts(store, KIND):
+        if artifact.meta.get("digest") == runtime:
+            return {each["name"]: each["version"] for each in artifact.json("packages.json")}
+    raise TaskError(f"runtime {runtime[:12]} of its environment is not in {store.url}: make it again")
