@@ -62,6 +62,7 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
             "still live": live.policy == inputs.policy if live else inputs.policy == inputs.base,
             "training starts from": "the acting policy" if inputs.start else "what is live then (sampled ahead)",
             "prompt cursor": inputs.cursor,
+            **({"tasks selected by difficulty": inputs.difficulty.digest} if inputs.difficulty else {}),
             **_forked(pinned.meta),
             "base": link(experiment.name, "base_policy"),
         }

@@ -30,13 +30,14 @@ def require_difficulty(store: Store, experiment: Experiment) -> None:
 
 
 def pinned_difficulty(store: Store, experiment: Experiment, inputs: IterationInputs) -> ArtifactRef | None:
-    """The estimates that an iteration selects its tasks by; None if it draws from all of them, or draws nothing.
+    """The estimates that an iteration selects its tasks by; None if it draws from all of them. One that repeats another
+    has those of its source.
 
     Raises TaskError if there are none, or if no task is in the range.
     """
     wanted = experiment.tasks.difficulty
     if wanted is None or inputs.replayed is not None:
-        return None
+        return inputs.difficulty
     measured, _ = _select(store, inputs.task_suite, wanted)
     return measured.ref
 

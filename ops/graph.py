@@ -178,7 +178,7 @@ ITERATION_INPUTS = StepSpec(
 def _range(state: IterationState) -> Slice:
     """Pass rates that tasks are drawn from; empty without such a range, so that keys stay as they are."""
     wanted = state.difficulty
-    return {"difficulty": wanted.model_dump(mode="json", exclude={"artifact"})} if wanted else {}
+    return {"tasks": {"difficulty": wanted.model_dump(mode="json", exclude={"artifact"})}} if wanted else {}
 
 
 def _drawn_from(state: IterationState) -> Refs | None:

@@ -46,6 +46,7 @@ def replay(store: Store, experiment: Experiment, inputs: IterationInputs) -> Ite
             "policy": source.policy,
             "task_suite": source.task_suite,
             "cursor": source.cursor,
+            "difficulty": source.difficulty,
             "replayed": _replayed(store, fork, number, source),
         }
     )
@@ -96,7 +97,7 @@ def _require_same_sampling(state: IterationState, fork: ForkConfig) -> None:
         ref = state.replayed(spec.name)
         made = find_artifact(state.store, kind, ref.key) if ref else None
         for path, sampled, now in differences(made.manifest.config if made else {}, spec.own_config(state)):
-            field = path if path in Experiment.model_fields else prefix + path
+            field = path if path.partition(".")[0] in Experiment.model_fields else prefix + path
             root, _, rest = field.partition(".")
             field = _FIELDS.get(root, root) + (f".{rest}" if rest else "")
             raise IterationRefused(

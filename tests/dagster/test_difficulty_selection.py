@@ -16,9 +16,11 @@ from curation.tasks.difficulty.table import make_difficulty
 from ops.difficulty import pinned_difficulty, require_difficulty
 from ops.graph import PROMPTS
 from ops.inputs import draw
+from ops.replay import replay
 from ops.state import IterationInputs, IterationState, Start
-from resources.errors import ExperimentError
-from resources.experiment import Experiment, parse_experiment
+from resources.errors import ExperimentError, IterationRefused
+from resources.experiment import Experiment, ForkConfig, parse_experiment
+from resources.refs import write_ref
 from triplane_dagster.dry_run import plan_of
 
 RATES = {"never": [0, 0, 0, 0], "seldom": [1, 0, 0, 0], "often": [1, 1, 1, 0], "always": [1, 1, 1, 1]}
@@ -103,7 +105,7 @@ def test_prompts_name_the_estimates_as_parent_and_range_and_estimates_are_in_the
         )
 
     plain = work(None)
-    assert plain.parents == {"task_suite": suite.ref} and "difficulty" not in plain.config
+    assert plain.parents == {"task_suite": suite.ref} and "tasks" not in plain.config
     selected = work(one.ref, low=0.1)
     assert selected.parents == {"task_suite": suite.ref, "difficulty": one.ref}
     keys = {plain.key, selected.key, work(two.ref, low=0.1).key, work(one.ref, low=0.2).key}
@@ -161,3 +163,32 @@ def test_range_of_a_suite_that_is_not_built_names_the_commands(store: Store) -> 
 def test_wrong_range_is_named_with_its_fix(suite: Artifact) -> None:
     with pytest.raises(ExperimentError, match=r"low 0.5 is above high 0.1"):
         experiment_of(suite, low=0.5, high=0.1)
+
+
+def test_fork_repeats_prompts_that_were_drawn_by_difficulty_and_keeps_their_range(
+    store: Store, suite: Artifact
+) -> None:
+    estimates, source = measured(suite, RATES), experiment_of(suite, low=0.25)
+    inputs = inputs_of(suite, estimates.ref)
+    prompts = PROMPTS.work(IterationState(source, store, "0000", {}, inputs))
+    assert prompts is not None
+    with prompts.writer() as out:
+        out.add_json("prompts.json", draw(store, source, inputs).model_dump(mode="json"))
+        drawn = out.commit()
+    with ArtifactWriter(store, "iteration_inputs", "6" * 64, parents={}, config={}, code_version="1") as out:
+        out.add_json("inputs.json", inputs.model_dump(mode="json"))
+        pinned = out.commit()
+    for asset, made in (("iteration_inputs", pinned), ("prompts", drawn), ("rollouts", drawn)):
+        write_ref(store, "one", asset, "0000", made.ref)
+
+    def forked(**difficulty: Any) -> Experiment:
+        fork = {"experiment": "one", "iteration": "0000"}
+        return experiment_of(suite, **difficulty).model_copy(update={"name": "two", "fork": ForkConfig(**fork)})
+
+    own = inputs_of(suite, None).model_copy(update={"experiment": "two"})
+    repeated = replay(store, forked(low=0.25), own)
+    assert repeated.difficulty == pinned_difficulty(store, forked(low=0.25), repeated) == estimates.ref
+    with pytest.raises(
+        IterationRefused, match=r"^tasks.difficulty.low is 0.5 in two, but one/0000 was sampled with 0.25"
+    ):
+        replay(store, forked(low=0.5), own)

@@ -17,8 +17,11 @@ from triplane_dagster.cli.output import console, print_json, print_rows
 from triplane_dagster.cli.suites import OfSuite, chosen_suite
 
 if TYPE_CHECKING:
+    from contracts.artifacts import Artifact
+    from contracts.tasks import Task
     from curation.tasks.exporting.prepare import Prepared
     from curation.tasks.validate import BrokenTask
+    from resources.experiment import Experiment
     from triplane_dagster.cli.bars import Bars
 
 
@@ -44,50 +47,60 @@ def export(
         triplane tasks export --suite 0a1b2c3d4e5f --format harbor --split held_out --out harbor-tasks/
     """
     from curation.tasks.exporting.folder import new_folder
-    from curation.tasks.exporting.harbor import write_folders
-    from curation.tasks.exporting.packages import packages_of
-    from curation.tasks.exporting.prepare import prepare
-    from curation.tasks.exporting.rows import write_rows
     from curation.tasks.inspect import suite_tasks
-    from curation.verify import Verifier
-    from resources.progress import Progress
-    from resources.sandboxes import SandboxesResource
-    from triplane_dagster.cli.bars import Bars
 
-    wanted, sandboxes, store = find_experiment(experiment), SandboxesResource(), open_store()
+    wanted, store = find_experiment(experiment), open_store()
     chosen = chosen_suite(store, wanted, suite)
     tasks = list(suite_tasks(chosen, split).values())
     if not tasks:
         raise TriplaneError(f"task suite {chosen.ref.short} has no task in split {split}: choose another")
-
-    async def read(bars: Bars) -> tuple[list[Prepared], list[BrokenTask]]:
-        async with sandboxes.client(wanted.sandboxes) as client:
-            return await prepare(
-                tasks,
-                chosen.ref.short,
-                Verifier(client, store, runtimes=store),
-                lambda done, total: bars(Progress("export", None, "reading", done, total)),
-            )
-
     with new_folder(out) as folder:
-        try:
-            with Bars() as bars:
-                prepared, broken = asyncio.run(read(bars))
-        finally:
-            sandboxes.close()
+        prepared, broken = _prepare(tasks, chosen, wanted)
         if not prepared:
             raise TriplaneError(f"no task can be written as {kind}: {broken[0].task_id}: {broken[0].reason}")
-        if kind == "swebench":
-            write_rows(folder, prepared, chosen.ref.short)
-        else:
-            write_folders(folder, prepared, chosen.ref.digest, lambda runtime: packages_of(store, runtime))
+        _write(kind, folder, prepared, chosen)
     left_out = [each.model_dump() for each in broken]
     if as_json:
-        print_json(
-            {"suite": chosen.ref.digest, "format": kind, "out": str(out), "tasks": len(prepared), "broken": left_out}
-        )
+        counts = {"tasks": len(prepared), "broken": left_out}
+        print_json({"suite": chosen.ref.digest, "format": kind, "out": str(out), **counts})
         return
     if left_out:
         print_rows(left_out, as_json=False, title=f"{len(left_out)} left out")
     source = f"{out}/instances.jsonl --repos {out}/clones" if kind == "swebench" else f"{out}"
     console().print(f"{len(prepared)} tasks in {out}; read them with `triplane tasks import {source}`", soft_wrap=True)
+
+
+def _prepare(tasks: list[Task], suite: Artifact, experiment: Experiment) -> tuple[list[Prepared], list[BrokenTask]]:
+    from curation.tasks.exporting.prepare import prepare
+    from curation.verify import Verifier
+    from resources.progress import Progress
+    from resources.sandboxes import SandboxesResource
+    from triplane_dagster.cli.bars import Bars
+
+    sandboxes = SandboxesResource()
+
+    async def read(bars: Bars) -> tuple[list[Prepared], list[BrokenTask]]:
+        async with sandboxes.client(experiment.sandboxes) as client:
+            return await prepare(
+                tasks,
+                suite.ref.short,
+                Verifier(client, suite.store),
+                lambda done, total: bars(Progress("export", None, "reading", done, total)),
+            )
+
+    try:
+        with Bars() as bars:
+            return asyncio.run(read(bars))
+    finally:
+        sandboxes.close()
+
+
+def _write(kind: str, folder: Path, prepared: list[Prepared], suite: Artifact) -> None:
+    from curation.tasks.exporting.harbor import write_folders
+    from curation.tasks.exporting.packages import packages_of
+    from curation.tasks.exporting.rows import write_rows
+
+    if kind == "swebench":
+        write_rows(folder, prepared, suite.ref.short)
+    else:
+        write_folders(folder, prepared, suite.ref.digest, lambda runtime: packages_of(suite.store, runtime))
