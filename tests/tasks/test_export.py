@@ -256,6 +256,11 @@ BASE = "FROM python:3.12\nWORKDIR /app\nCOPY calc.py /app/\n"
             {"environment/Dockerfile": f"{BASE}COPY calc.py /etc/\n"},
             "copies calc.py to /etc/calc.py, outside its WORKDIR",
         ),
+        (
+            {"environment/Dockerfile": f"{BASE}COPY calc.py /app/../x/\n"},
+            "copies calc.py to /x/calc.py, outside its WORKDIR",
+        ),
+        ({"environment/Dockerfile": f"{BASE}COPY ../solution/fix.diff /app\n"}, "fix.diff, which is not there"),
         ({"environment/Dockerfile": f"{BASE}COPY gone /app\n"}, "copies gone, which is not there"),
         (
             {"environment/Dockerfile": f"{BASE}RUN pip install pytest numpy==2\n"},

@@ -74,6 +74,7 @@ def test_a_bare_clone_is_read_like_any_other(clones: tuple[Path, str], tmp_path:
 
 
 ROWS: dict[str, tuple[dict[str, Any], str]] = {
+    "id of a folder": ({"instance_id": ".."}, r"its id '\.\.' may hold letters"),
     "unknown environment": ({"triplane_environment": {"os": 1}}, r"its environment .* wrong: known keys are runtime"),
     "missing clone": ({"repo": "acme/other"}, r"holds no clone of acme/other: clone it there as acme__other"),
     "unknown commit": ({"base_commit": "f" * 40}, r"acme__pack lacks commit f{40}: fetch it there"),

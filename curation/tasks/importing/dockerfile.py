@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import PurePosixPath
+from posixpath import normpath
 
 from curation.errors import TaskError
 from curation.tasks.importing.trees import Tree
@@ -59,11 +60,11 @@ def read_dockerfile(text: str, workdir: str | None = None) -> Image:
             case "FROM" if not based and _PYTHON.fullmatch(rest.strip()):
                 based = True
             case "WORKDIR":
-                where = str(PurePosixPath(where, rest.strip().strip('"')))
+                where = normpath(PurePosixPath(where, rest.strip().strip('"')))
             case "COPY" if not rest.lstrip().startswith(("--", "[")):
                 *sources, target = shlex.split(rest)
                 slash = "/" if target.endswith(("/", ".")) else ""
-                copies.append((tuple(sources), str(PurePosixPath(where, target)) + slash))
+                copies.append((tuple(sources), normpath(PurePosixPath(where, target)).rstrip("/") + slash))
             case "RUN":
                 packages += _run(rest)
             case "ENV" if rest.replace("=", " ").split(" ", 1)[0] in _VARIABLES:
@@ -76,7 +77,7 @@ def read_dockerfile(text: str, workdir: str | None = None) -> Image:
                 raise TaskError(_refused(f"{instruction} {rest}"))
     if not based:
         raise TaskError("its Dockerfile has no FROM python:3...: only Python tasks run here")
-    return Image(workdir or where, tuple(copies), tuple(packages))
+    return Image(normpath(workdir or where).rstrip("/"), tuple(copies), tuple(packages))
 
 
 def _instructions(text: str) -> Iterator[tuple[str, str]]:

@@ -114,7 +114,7 @@ def _toml(place: Path) -> dict[str, Any]:
 
 def _source(place: Path, own: _Own) -> Source:
     everything = folder_tree(place)
-    environment = _below(everything, "environment/")
+    environment = folder_tree(place / "environment")
     image = read_dockerfile(_text(environment, "Dockerfile", "environment/Dockerfile"), _workdir(place))
     before = image.tree(environment)
     installed = [each for each in image.packages if re.split(r"[=<>~!\[ ]", each)[0] != "pytest"]

@@ -66,7 +66,7 @@ class Source:
 
 def task_of(source: Source) -> Task:
     """Build the task after checking its names and files. Raises TaskError with the reason and the fix."""
-    if not _ID.fullmatch(source.task_id):
+    if not _ID.fullmatch(source.task_id) or not source.task_id.strip("."):
         raise TaskError(f"its id {source.task_id!r} may hold letters, digits and _.=@+- only: rename it")
     if not source.reference.strip():
         raise TaskError("its reference fix is empty: give the patch that solves it")
