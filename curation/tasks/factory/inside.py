@@ -35,7 +35,7 @@ import pytest
 
 ROOT = Path("/workspace")
 OUT = Path("/tmp/.triplane-out")
-IDLE_S = 20.0
+IDLE_S = 10.0
 """Time in seconds after which a fork that only waits is ended."""
 MOST_DEATHS = 25
 """Tests that may kill their process before a run is given up."""
