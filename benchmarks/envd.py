@@ -21,7 +21,7 @@ from benchmarks.envd_peers import Peer, peers_here
 from benchmarks.envd_swerex import measure_swerex
 from benchmarks.measure import median, percentile, seconds_of
 from benchmarks.result import Options, Result
-from envd.connection import prefer_short_round_trips
+from contracts.rpc.connecting import prefer_short_round_trips
 from envd.local import TRUSTED, LocalEnvd
 from envd.operations.client import OperationsClient
 

@@ -24,8 +24,8 @@ from benchmarks.envd_attack import UNPARSED, break_connection, lying_guest, send
 from benchmarks.envd_hostile import METHODS, Hostile, Known, hostile_request
 from benchmarks.result import Options, Result
 from contracts.owned import owned_directory
+from contracts.rpc.connecting import MESSAGE_BYTES
 from envd.client import Limits
-from envd.connection import MESSAGE_BYTES
 from envd.errors import EnvdError
 from envd.local import LocalEnvd
 from envd.operations.client import ManagedSandbox, OperationsClient

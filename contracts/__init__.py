@@ -5,7 +5,7 @@ content, `store` holds bytes (in a directory or S3), `artifacts` groups files un
 and reclaims space, `pointers` names the current artifact, `episodes` and `tasks` are the tables, `chat` turns messages
 into tokens, `checkpoints` describes the layout of a policy.
 
-May import: the standard library, numpy, pyarrow, pydantic, boto3, tokenizers, protobuf. Never torch, grpc, dagster or
-another package of this repository (`contracts.pb` holds generated protobuf code, its grpc stubs are imported by the
-planes that serve them).
+May import: the standard library, numpy, pyarrow, pydantic, boto3, tokenizers, protobuf. Never torch, dagster or another
+package of this repository. grpc is imported in `contracts.rpc` alone, the common parts of gRPC servers (`contracts.pb`
+holds generated protobuf code, its grpc stubs are imported by the planes that serve them).
 """

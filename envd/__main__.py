@@ -15,7 +15,7 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
-from contracts.errors import describe
+from contracts.errors import TriplaneError, describe
 from envd.backends import AUTO, BACKENDS
 from envd.errors import EnvdError
 
@@ -78,7 +78,7 @@ def main(argv: list[str] | None = None) -> int:
     os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
     try:
         _run(_served(arguments))
-    except (EnvdError, OSError) as error:
+    except (TriplaneError, OSError) as error:
         reason = describe(error) if isinstance(error, OSError) else str(error)
         try:
             if arguments.failure_fd is not None:
@@ -165,9 +165,9 @@ def _add_access(add: Any) -> None:
 
 
 async def _served(arguments: argparse.Namespace) -> None:
-    from envd.connection import prefer_short_round_trips
+    from contracts.rpc.connecting import prefer_short_round_trips
+    from contracts.rpc.listening import Listening
     from envd.meeting import default_address
-    from envd.server.listening import Listening
     from envd.server.serve import Options, serve
 
     prefer_short_round_trips()

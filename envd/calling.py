@@ -7,8 +7,9 @@ from typing import Any, NoReturn
 
 import grpc
 
+from contracts.rpc.connecting import ERROR_NAME
 from envd import errors
-from envd.connection import ERROR_NAME, ERROR_NUMBER, IDEMPOTENCY_KEY, Access, Metadata
+from envd.connection import ERROR_NUMBER, IDEMPOTENCY_KEY, Access, Metadata
 
 RPC_GRACE_S = 30.0
 """What an RPC may take beyond the tool's own deadline: queueing and transport on a busy machine."""

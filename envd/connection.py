@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,11 +9,11 @@ from typing import Any
 
 import grpc
 
-from contracts.errors import describe
-from envd.errors import EnvdError
-from envd.meeting import KEY_FILE_VARIABLE, key_file_for
+from contracts.rpc.connecting import MESSAGE_BYTES, is_local, port_of, read_key, read_secret, wants_key
+from contracts.rpc.meeting import key_file_for
+from envd.errors import EnvdError, as_envd_error
+from envd.meeting import KEY_FILE_VARIABLE
 
-MESSAGE_BYTES = 64 * 1024 * 1024
 CHANNEL_OPTIONS = [
     ("grpc.max_send_message_length", MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MESSAGE_BYTES),
@@ -24,8 +23,8 @@ SANDBOX_TOKEN = "triplane-sandbox-token"
 """Metadata key: the token of the sandbox that a call names."""
 IDEMPOTENCY_KEY = "triplane-idempotency-key"
 """Metadata key: a repeated call with the same value answers what the first one did."""
-ERROR_NAME, ERROR_NUMBER = "triplane-error", "triplane-errno"
-"""Trailing metadata of a failed call: the class in envd.errors, and the system's number of a file error."""
+ERROR_NUMBER = "triplane-errno"
+"""Trailing metadata of a failed call: the system's number of a file error."""
 Metadata = tuple[tuple[str, str], ...]
 
 
@@ -50,6 +49,7 @@ class Access:
         return () if self.key is None else (("authorization", f"Bearer {self.key}"),)
 
     @classmethod
+    @as_envd_error()
     def found(cls, address: str, options: tuple[tuple[str, int], ...] = ()) -> Access:
         """What this user's own configuration knows of a server: $TRIPLANE_ENVD_KEY_FILE, else the key that a server on
         this machine made for itself, else nothing. Raises EnvdError for a file that can't be used.
@@ -59,8 +59,9 @@ class Access:
         file = Path(named) if named else key_file_for(port_of(address)) if on_port else None
         return cls(None if file is None else read_key(file), options=options)
 
+    @as_envd_error()
     def channel(self, address: str) -> grpc.aio.Channel:
-        """A channel to `unix:/path` or `host:port`."""
+        """A channel to `unix:/path` or `host:port`. Raises EnvdError for a file that can't be read."""
         options = [*CHANNEL_OPTIONS, *_RECONNECT_OPTIONS, *self.options]
         if self.tls_ca is None:
             return grpc.aio.insecure_channel(address, options=options)
@@ -72,16 +73,6 @@ class Access:
         return grpc.aio.secure_channel(address, credentials, options=options)
 
 
-def prefer_short_round_trips() -> None:
-    """Have gRPC wait in the thread that will answer, before this process opens its first channel or server; a choice
-    that is set already stays.
-
-    Its own engine of events hands each message on from another thread, which takes a tenth of a millisecond of a call
-    on either side.
-    """
-    os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_client,-event_engine_listener")
-
-
 def add_access(add: Any) -> None:
     """The options of a command that connects to a server. add: `add_argument` of its parser."""
     add("--key-file", type=Path, metavar="FILE", help=f"the server's bearer key (default: ${KEY_FILE_VARIABLE})")
@@ -90,6 +81,7 @@ def add_access(add: Any) -> None:
     add("--tls-key", type=Path, metavar="PEM", help="its private key")
 
 
+@as_envd_error()
 def access_of(arguments: Any) -> Access:
     """What the options of `add_access` say. Raises EnvdError, one line, for what can't be used."""
     if (arguments.tls_cert is None) != (arguments.tls_key is None):
@@ -101,44 +93,3 @@ def access_of(arguments: Any) -> Access:
     else:
         key = None if arguments.address is None else Access.found(arguments.address).key
     return Access(key, arguments.tls_ca, arguments.tls_cert, arguments.tls_key)
-
-
-def wants_key(address: str) -> bool:
-    """Whether others than the owner of a socket's file can connect to an address."""
-    return not address.startswith("unix:")
-
-
-def is_local(address: str) -> bool:
-    """Whether only this machine can reach an address."""
-    if address.startswith(("unix:", "unix-abstract:")):
-        return True
-    host = address.removeprefix("ipv4:").removeprefix("ipv6:").rpartition(":")[0].strip("[]")
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def port_of(address: str) -> int:
-    """The port of `host:port`; 0 where there is none."""
-    port = address.rpartition(":")[2]
-    return int(port) if port.isdecimal() else 0
-
-
-def read_key(path: Path) -> str:
-    """The first key of a file. Raises EnvdError, one line, where it holds none."""
-    lines = (line.strip() for line in read_secret(path).decode(errors="replace").splitlines())
-    key = next((line for line in lines if line and not line.startswith("#")), None)
-    if key is None:
-        raise EnvdError(f"{path} holds no key: write one line")
-    return key
-
-
-def read_secret(path: Path) -> bytes:
-    """A certificate's or key's file. Raises EnvdError, one line, when it can't be read."""
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise EnvdError(f"a certificate or key can't be read: {describe(error)}") from error

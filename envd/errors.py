@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-from contracts.errors import TriplaneError
+from contracts.errors import ConfigError, TriplaneError
 
 
 class EnvdError(TriplaneError):
@@ -97,3 +99,12 @@ class ServerDraining(EnvdError):
 
 class BackendUnavailable(EnvdError):
     """A backend that was asked for does not work on this machine."""
+
+
+@contextmanager
+def as_envd_error() -> Iterator[None]:
+    """Turn a ConfigError of `contracts.rpc` into an EnvdError with the same words; also a decorator."""
+    try:
+        yield
+    except ConfigError as error:
+        raise EnvdError(str(error)) from error

@@ -16,15 +16,16 @@ from typing import Any
 import uvicorn
 from mcp.server.stdio import stdio_server
 
-from contracts.errors import describe
+from contracts.errors import TriplaneError, describe
+from contracts.rpc.connecting import is_local, read_secret
+from contracts.rpc.meeting import MadeKey
 from envd.client import SandboxClient
-from envd.connection import access_of, add_access, is_local, read_secret
+from envd.connection import access_of, add_access
 from envd.errors import EnvdError
 from envd.local import LocalEnvd
 from envd.mcp.http import Gate
 from envd.mcp.server import make_server
 from envd.mcp.sessions import Sessions
-from envd.meeting import MadeKey
 from envd.types import Limits
 
 _HELP = """\
@@ -46,7 +47,7 @@ def run(given: list[str]) -> int:
     try:
         with suppress(KeyboardInterrupt):
             asyncio.run(_serve(arguments))
-    except (EnvdError, OSError) as error:
+    except (TriplaneError, OSError) as error:
         print(f"envd: {describe(error) if isinstance(error, OSError) else error}", file=sys.stderr)
         return 1
     return 0

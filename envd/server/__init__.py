@@ -5,7 +5,7 @@
     admission      checks creations against bounds and `rules`; `audit` records refusals
     templates, snapshots, verifications, idempotency, limits_watch, backends
     toolrunner     tool calls over a sandbox's agent; `guestdiff`, `filesearch`, `textsearch` likewise
-    serve          runs a server of all these parts; `listening` holds its address and keys
+    serve          runs a server of all these parts
 
 In: protobuf requests. Out: protobuf replies. Runs no code of a sandbox. Imports envd's lower parts and contracts;
 imported by `envd.__main__` only.

@@ -24,7 +24,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from envd.server import caller
+from contracts.rpc import caller
 from envd.server.audit_file import AuditFile, last_number_of
 
 Kind = Literal[
@@ -67,7 +67,7 @@ KEEP, KEEP_CALLS = 16_384, 8_192
 """Number of events kept in memory: without the trail of calls, and of that trail."""
 BURST, WINDOW_S = 32, 10.0
 """At most BURST events of one kind and sandbox are kept in WINDOW_S seconds; one audit.suppressed counts the rest.
-Events of no sandbox are counted by the source of their call (`envd.server.caller.source`).
+Events of no sandbox are counted by the source of their call (`contracts.rpc.caller.source`).
 """
 _MAX_SOURCES = 8192
 _MAX_TEXT, _MAX_DETAIL = 512, 4096

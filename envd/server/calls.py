@@ -16,8 +16,9 @@ import grpc
 from google.protobuf.message import Message
 
 from contracts.errors import describe
+from contracts.rpc.connecting import ERROR_NAME
 from envd import errors
-from envd.connection import ERROR_NAME, ERROR_NUMBER, IDEMPOTENCY_KEY, SANDBOX_TOKEN
+from envd.connection import ERROR_NUMBER, IDEMPOTENCY_KEY, SANDBOX_TOKEN
 from envd.server.audit import Kind
 from envd.server.live import Live
 from envd.server.sandboxes import Sandboxes

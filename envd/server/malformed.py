@@ -15,8 +15,9 @@ from typing import Any, NoReturn
 import grpc
 from google.protobuf.message import DecodeError
 
-from envd.connection import MESSAGE_BYTES, SANDBOX_TOKEN
-from envd.server import caller
+from contracts.rpc import caller
+from contracts.rpc.connecting import MESSAGE_BYTES
+from envd.connection import SANDBOX_TOKEN
 from envd.server.audit import AuditLog
 from envd.server.calls import metadata_of
 from envd.server.sandboxes import Sandboxes

@@ -13,13 +13,8 @@ from typing import Any, Protocol
 import grpc
 from google.protobuf.message import Message
 
-HANDLERS = {
-    (False, False): grpc.unary_unary_rpc_method_handler,
-    (False, True): grpc.unary_stream_rpc_method_handler,
-    (True, False): grpc.stream_unary_rpc_method_handler,
-    (True, True): grpc.stream_stream_rpc_method_handler,
-}
-"""Constructors of handlers, by whether requests and responses are streams."""
+from contracts.rpc.keys import HANDLERS
+
 _BEHAVIOURS = {
     (False, False): "unary_unary",
     (False, True): "unary_stream",

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NoReturn
 
+from contracts.rpc import caller
 from envd.errors import QuotaExceeded
-from envd.server import caller
 from envd.server.audit import AuditLog
 from envd.server.rule_sections import QuotaRules
 

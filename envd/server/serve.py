@@ -25,17 +25,20 @@ from grpc_reflection.v1alpha import reflection  # type: ignore[import-untyped, u
 from contracts.errors import describe
 from contracts.owned import fate_of_owner, owned_name, sweep_abandoned
 from contracts.pb import envd_operations_pb2, envd_operations_pb2_grpc, envd_pb2, envd_pb2_grpc
+from contracts.rpc.connecting import MESSAGE_BYTES, read_secret
+from contracts.rpc.keys import KeyCheck
+from contracts.rpc.listening import Listening
+from contracts.rpc.meeting import MadeKey
 from envd.backends.base import Backend, IsolationLevel
-from envd.connection import MESSAGE_BYTES, Access, read_secret
+from envd.connection import Access
 from envd.errors import BackendUnavailable, EnvdError
-from envd.meeting import MadeKey
+from envd.meeting import default_address
 from envd.sandbox import linux
 from envd.sandbox.cgroups import OWNED, remove_groups
 from envd.sandbox.delegation import make_room
 from envd.server.audit import AuditLog
 from envd.server.backends import start_backends, stop_backends
 from envd.server.draining import drain
-from envd.server.listening import KeyCheck, Listening
 from envd.server.malformed import ACCEPTED_BYTES, Unknown, Watched
 from envd.server.observing import Observer, Observing
 from envd.server.operations.metrics import Metrics
@@ -85,7 +88,7 @@ _log = logging.getLogger("envd")
 class Options:
     """Options of a server."""
 
-    listening: Listening = field(default_factory=Listening)
+    listening: Listening = field(default_factory=lambda: Listening(default_address()))
     backends: tuple[str, ...] = ("auto",)
     """The first is the default."""
     state_dir: Path | None = None
@@ -112,7 +115,7 @@ class Options:
     def peers(self) -> Access:
         """Access to the servers that sandboxes are moved to.
 
-        Raises EnvdError for certificates that can't be read.
+        Raises ConfigError for certificates that can't be read.
         """
         if self.peer_ca is None:
             return Access()
@@ -123,7 +126,7 @@ class Options:
 async def serve(options: Options) -> None:
     """Serve until SIGTERM or SIGINT, and drain if the options say so.
 
-    Raises EnvdError, in one line, if the server can't run with these options.
+    Raises EnvdError or ConfigError, in one line, if the server can't run with these options.
     """
     options.listening.check()
     made = options.listening.made_key()
@@ -150,7 +153,7 @@ async def serve(options: Options) -> None:
         sandboxes = Sandboxes(backends, templates, snapshots, runtimes, rules=rules, audit=audit, quotas=quotas)
         stack.push_async_callback(sandboxes.stop)
         stack.callback(asyncio.ensure_future(sandboxes.limits.rounds(lambda: sandboxes.all({}))).cancel)
-        interceptors: list[grpc.aio.ServerInterceptor] = [KeyCheck(keys, audit)] if keys else []
+        interceptors: list[grpc.aio.ServerInterceptor] = [key_check(keys, audit)] if keys else []
         if observers := _observers(options, sandboxes, stack):
             interceptors.insert(0, Observing(observers))
         server = grpc.aio.server(options=_SERVER_OPTIONS, interceptors=interceptors)
@@ -193,6 +196,12 @@ async def _started(
     verifications = await starting.finished(backends, templates, runtimes)
     stack.push_async_callback(verifications.stop)
     return backends, verifications
+
+
+def key_check(keys: tuple[bytes, ...], audit: AuditLog) -> KeyCheck:
+    """Interceptor that asks for one of the keys and records refusals."""
+    advice = "give --key-file or $TRIPLANE_ENVD_KEY_FILE, which sends `authorization: Bearer <key>`"
+    return KeyCheck(keys, advice, lambda method: audit.record("auth.denied", "", what="key", method=method))
 
 
 def _tell_key(made: MadeKey, address: str, port: int) -> Path:

@@ -25,8 +25,8 @@ from google.protobuf.message import DecodeError
 from contracts.errors import describe
 from contracts.owned import owned_name, sweep_abandoned
 from contracts.pb import envd_operations_pb2 as pb
+from contracts.rpc import caller
 from envd.errors import EnvdError
-from envd.server import caller
 from envd.server.quotas import Quotas
 
 _HEADER, _STATE, _KEY = "header", "state", "key"

@@ -15,8 +15,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from contracts.errors import describe
+from contracts.rpc import caller
 from envd.errors import TemplateError
-from envd.server import caller
 from envd.server.quotas import Quotas
 from envd.server.rules import hides
 

@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 
 import pytest
 
+from contracts.rpc.listening import Listening
 from envd.client import Limits, ToolCall, ToolResult, VerifyResult
 from envd.operations.client import ManagedSandbox, OperationsClient
-from envd.server.listening import Listening
 from envd.server.serve import Options, serve
 
 T = TypeVar("T")

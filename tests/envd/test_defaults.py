@@ -18,13 +18,14 @@ from pathlib import Path
 
 import pytest
 
+from contracts.rpc.connecting import port_of
+from contracts.rpc.listening import Listening
+from contracts.rpc.meeting import meeting_directory
 from envd.client import Access
-from envd.connection import port_of
 from envd.errors import AccessDenied, BackendUnavailable, EnvdError
 from envd.local import LocalEnvd
-from envd.meeting import KEY_FILE_VARIABLE, default_address, meeting_directory
+from envd.meeting import KEY_FILE_VARIABLE, default_address
 from envd.operations.client import OperationsClient
-from envd.server.listening import Listening
 from tests.envd.harness import FILES
 from tests.envd.test_services_tls import free_port
 from tests.envd.test_verify_unprivileged import PYENV, SHOW_PYTHON, closed_above
@@ -146,7 +147,7 @@ def test_a_meeting_directory_that_others_could_have_made_is_refused(runtime: Pat
     with pytest.raises(EnvdError, match="must be a directory of this user's own with mode 0700"):
         OperationsClient()
     with pytest.raises(EnvdError, match="mode 0700"):
-        Listening()
+        default_address()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root is somebody else")

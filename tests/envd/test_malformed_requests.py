@@ -16,15 +16,17 @@ import pytest
 
 from contracts.pb import envd_operations_pb2 as pb
 from contracts.pb import envd_operations_pb2_grpc as rpc
-from envd.connection import MESSAGE_BYTES, SANDBOX_TOKEN
-from envd.server import caller, malformed
+from contracts.rpc import caller
+from contracts.rpc.connecting import MESSAGE_BYTES
+from envd.connection import SANDBOX_TOKEN
+from envd.server import malformed
 from envd.server.audit import BURST, AuditLog, Event
-from envd.server.listening import KeyCheck
 from envd.server.live import Live
 from envd.server.malformed import ACCEPTED_BYTES, Unknown, Watched
 from envd.server.observing import Observing
 from envd.server.rules import load_rules
 from envd.server.sandboxes import Sandboxes
+from envd.server.serve import key_check
 from envd.server.templates import Templates
 
 _UNBOUNDED = [("grpc.max_send_message_length", -1), ("grpc.use_local_subchannel_pool", 1)]
@@ -178,7 +180,7 @@ def test_what_one_address_does_is_not_counted_against_another(tmp_path: Path) ->
         caller.answering(Peer("ipv4:10.9.9.9:1"), "Files/Read")
         assert audit.record("auth.denied", "", what="key") is not None
 
-    events = served(tmp_path, job, address="127.0.0.1:0", interceptors=(lambda audit: KeyCheck((b"k" * 16,), audit),))
+    events = served(tmp_path, job, address="127.0.0.1:0", interceptors=(lambda audit: key_check((b"k" * 16,), audit),))
     peers = [json.loads(event.detail_json)["peer"] for event in events if event.kind == "auth.denied"]
     assert peers == ["127.0.0.1"] * BURST + ["10.9.9.9"]
 
@@ -198,7 +200,7 @@ def test_observers_get_messages_only_and_the_code_of_a_refusal(tmp_path: Path) -
         upload: Any = channel.stream_unary(_FILES + "Upload")
         await upload(iter([pb.UploadChunk(data=b"x").SerializeToString()]), metadata=metadata)
 
-    interceptors = (lambda audit: Observing([Seeing()]), lambda audit: KeyCheck((b"k" * 16,), audit))
+    interceptors = (lambda audit: Observing([Seeing()]), lambda audit: key_check((b"k" * 16,), audit))
     served(tmp_path, job, interceptors=interceptors)
     assert seen == [("NoneType", "UNAUTHENTICATED"), ("NoneType", "INVALID_ARGUMENT"), ("Stream", "OK")]
 

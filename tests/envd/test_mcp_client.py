@@ -18,7 +18,7 @@ from mcp import Client, StdioServerParameters
 from mcp.client.stdio import stdio_client
 from mcp.client.streamable_http import streamable_http_client
 
-from envd.meeting import meeting_directory
+from contracts.rpc.meeting import meeting_directory
 from envd.operations.client import OperationsClient
 from envd.tools import ALL_TOOLS
 from tests.envd.harness import Harness

@@ -14,13 +14,14 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped, unused-ignore]
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc  # type: ignore[import-untyped, unused-ignore]
 
+from contracts.errors import ConfigError
 from contracts.pb import envd_operations_pb2 as pb
-from envd.client import Access, EnvdError, Handle, SandboxGone, ToolCall
+from contracts.rpc.listening import Listening
+from envd.client import Access, Handle, SandboxGone, ToolCall
 from envd.connection import SANDBOX_TOKEN
 from envd.errors import AccessDenied
 from envd.local import LocalEnvd
 from envd.operations.client import OperationsClient
-from envd.server.listening import Listening
 from tests.envd.harness import FILES, Harness
 
 KEY = "a-key-of-enough-characters"
@@ -99,9 +100,9 @@ LISTENING = {
 
 @pytest.mark.parametrize("address", LISTENING)
 def test_a_server_does_not_listen_to_others_without_tls_and_keys(address: str, tmp_path: Path) -> None:
-    with pytest.raises(EnvdError, match=LISTENING[address]):
+    with pytest.raises(ConfigError, match=LISTENING[address]):
         Listening(address).check()
-    with pytest.raises(EnvdError, match="can be reached from other machines"):
+    with pytest.raises(ConfigError, match="can be reached from other machines"):
         Listening(address, key_file=tmp_path / "keys").check()
     keyless = Listening(address, tls_cert=tmp_path / "c", tls_key=tmp_path / "k")
     keyless.check()
@@ -121,17 +122,17 @@ def test_a_server_listens_on_this_machine_as_it_is(address: str) -> None:
 
 @pytest.mark.parametrize("address", ["nowhere", "unix:", ":7070", "localhost:", "127.0.0.1:99999", "localhost:http"])
 def test_what_is_no_address_is_refused(address: str) -> None:
-    with pytest.raises(EnvdError, match="is not an address: write unix:/path or host:port"):
+    with pytest.raises(ConfigError, match="is not an address: write unix:/path or host:port"):
         Listening(address).check()
 
 
 @pytest.mark.parametrize(("content", "words"), [("", "at least"), ("short\n", "at least"), ("# only\n", "at least")])
 def test_a_key_file_without_usable_keys_is_refused(tmp_path: Path, content: str, words: str) -> None:
     (tmp_path / "keys").write_text(content)
-    with pytest.raises(EnvdError, match=words):
-        Listening(key_file=tmp_path / "keys").keys()
-    with pytest.raises(EnvdError, match="can't be read"):
-        Listening(key_file=tmp_path / "nothing").keys()
+    with pytest.raises(ConfigError, match=words):
+        Listening("unix:/run/x", key_file=tmp_path / "keys").keys()
+    with pytest.raises(ConfigError, match="can't be read"):
+        Listening("unix:/run/x", key_file=tmp_path / "nothing").keys()
 
 
 def test_a_refusal_to_listen_is_one_line() -> None:

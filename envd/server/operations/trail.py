@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from envd.server import caller
+from contracts.rpc import caller
 from envd.server.audit import AuditLog
 from envd.server.observing import Stream
 from envd.server.service_tools import MAX_CALLS

@@ -3,33 +3,25 @@
 from __future__ import annotations
 
 import os
-import secrets
 import socket
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import grpc
 
-from envd.connection import is_local, read_secret, wants_key
-from envd.errors import AccessDenied, EnvdError
-from envd.meeting import MadeKey, default_address, make_meeting_directory, meeting_directory
-from envd.server import caller
-from envd.server.audit import AuditLog
-from envd.server.observing import HANDLERS
+from contracts.errors import ConfigError
+from contracts.rpc.connecting import is_local, read_secret, wants_key
+from contracts.rpc.meeting import MadeKey, make_meeting_directory, meeting_directory
 
 _MIN_KEY = 16
-_HEALTH = "/grpc.health.v1.Health/"
-"""Methods that need no key, since a kubelet's probe can't send one."""
 
 
 @dataclass(frozen=True)
 class Listening:
     """Address of a server and the credentials that it asks clients for."""
 
-    address: str = field(default_factory=default_address)
-    """`unix:/path` or `host:port`; default: a socket that only this user can connect to."""
+    address: str
+    """`unix:/path` or `host:port`."""
     tls_cert: Path | None = None
     tls_key: Path | None = None
     tls_client_ca: Path | None = None
@@ -42,17 +34,17 @@ class Listening:
     """Make no key, and allow addresses beyond this machine without TLS. Keys of `key_file` stay required."""
 
     def check(self) -> None:
-        """Raise EnvdError for an invalid address or combination of options."""
+        """Raise ConfigError for an invalid address or combination of options."""
         if not _is_address(self.address):
-            raise EnvdError(
+            raise ConfigError(
                 f"--listen {self.address!r} is not an address: write unix:/path or host:port, as 127.0.0.1:7070"
             )
         if (self.tls_cert is None) != (self.tls_key is None):
-            raise EnvdError("--tls-cert and --tls-key belong together: give both")
+            raise ConfigError("--tls-cert and --tls-key belong together: give both")
         if self.tls_client_ca is not None and self.tls_cert is None:
-            raise EnvdError("--tls-client-ca needs TLS: give --tls-cert and --tls-key too")
+            raise ConfigError("--tls-client-ca needs TLS: give --tls-cert and --tls-key too")
         if not (self.insecure or is_local(self.address) or self.tls_cert is not None):
-            raise EnvdError(
+            raise ConfigError(
                 f"{self.address} can be reached from other machines: give --tls-cert and --tls-key, "
                 "listen on a unix socket or on 127.0.0.1, or pass --insecure if the network itself blocks other hosts"
             )
@@ -67,23 +59,23 @@ class Listening:
     def keys(self) -> tuple[bytes, ...]:
         """Accepted keys of `key_file`; empty if it is None.
 
-        Raises EnvdError for a file without keys, or with one that is too short.
+        Raises ConfigError for a file without keys, or with one that is too short.
         """
         if self.key_file is None:
             return ()
         lines = (line.strip() for line in read_secret(self.key_file).splitlines())
         found = tuple(line for line in lines if line and not line.startswith(b"#"))
         if not found or any(len(key) < _MIN_KEY for key in found):
-            raise EnvdError(f"{self.key_file} must hold keys of at least {_MIN_KEY} characters, one a line")
+            raise ConfigError(f"{self.key_file} must hold keys of at least {_MIN_KEY} characters, one a line")
         return found
 
     def listen(self, server: grpc.aio.Server) -> int:
-        """Bind a server to the address, a Unix socket with mode 0600, and return the port. Raises EnvdError."""
+        """Bind a server to the address, a Unix socket with mode 0600, and return the port. Raises ConfigError."""
         path = self.address.removeprefix("unix:") if self.address.startswith("unix:") else None
         if path is not None and Path(path).parent == meeting_directory():
             make_meeting_directory()
         if path is not None and _is_taken(path):
-            raise EnvdError(f"another server listens on {self.address}: stop it, or name another --listen")
+            raise ConfigError(f"another server listens on {self.address}: stop it, or name another --listen")
         mask = os.umask(0o177 if path is not None else 0o022)
         try:
             if self.tls_cert is None or self.tls_key is None:
@@ -94,54 +86,9 @@ class Listening:
             return int(server.add_secure_port(self.address, credentials))
         except RuntimeError as error:
             words = "check that its directory is there, that nobody else listens on it, and that you may"
-            raise EnvdError(f"envd can't listen on {self.address}: {words}") from error
+            raise ConfigError(f"can't listen on {self.address}: {words}") from error
         finally:
             os.umask(mask)
-
-
-class KeyCheck(grpc.aio.ServerInterceptor):
-    """Interceptor that answers UNAUTHENTICATED to calls without one of the keys."""
-
-    def __init__(self, keys: tuple[bytes, ...], audit: AuditLog) -> None:
-        self._keys, self._audit = keys, audit
-
-    async def intercept_service(
-        self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], details: grpc.HandlerCallDetails
-    ) -> Any:
-        """See grpc.aio.ServerInterceptor."""
-        handler = await continuation(details)
-        if handler is None or details.method.startswith(_HEALTH) or self._is_known(details):
-            return handler
-        return _refusing(handler, self._audit, str(details.method))
-
-    def _is_known(self, details: grpc.HandlerCallDetails) -> bool:
-        said = next((value for key, value in details.invocation_metadata or () if key == "authorization"), "")
-        given = (said if isinstance(said, bytes) else said.encode()).removeprefix(b"Bearer ")
-        # compares all keys in constant time, so that timing does not reveal a near match
-        found = [key for key in self._keys if secrets.compare_digest(given, key)]
-        if found:
-            caller.known_by(found[0])
-        return bool(found)
-
-
-def _refusing(handler: Any, audit: AuditLog, method: str) -> Any:
-    """Handler of the same kind that refuses each call and records the refusal with its caller."""
-    error = AccessDenied(
-        "this server asks for a key: give --key-file or $TRIPLANE_ENVD_KEY_FILE, which sends `authorization: Bearer"
-        " <key>`"
-    )
-
-    async def one(request: Any, context: Any) -> Any:
-        caller.answering(context, method)
-        audit.record("auth.denied", "", what="key", method=method)
-        await context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error), (("triplane-error", "AccessDenied"),))
-
-    async def many(request: Any, context: Any) -> Any:
-        await one(request, context)
-        yield  # makes this an async generator
-
-    make = HANDLERS[bool(handler.request_streaming), bool(handler.response_streaming)]
-    return make(many if handler.response_streaming else one)
 
 
 def _is_address(address: str) -> bool:
