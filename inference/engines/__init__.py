@@ -11,7 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, overload
 
-from inference.engines.base import Completion, Engine, SamplingParams
+from inference.engines.base import Completion, Engine, Piece, SamplingParams
 from inference.engines.config import BuiltinConfig, CustomConfig, EngineConfig, OpenAIConfig, VllmConfig
 
 if TYPE_CHECKING:  # load torch and httpx only for engines that need them
@@ -28,6 +28,7 @@ __all__ = [
     "Engine",
     "EngineConfig",
     "OpenAIConfig",
+    "Piece",
     "SamplingParams",
     "VllmConfig",
     "open_engine",

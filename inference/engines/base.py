@@ -1,13 +1,20 @@
-"""Interface of all engines: token ids in; token ids, log probabilities and the policy version of each out."""
+"""Interface of all engines: token ids in; token ids, log probabilities and the policy version of each out.
+
+`generate` returns a completion at its end, `stream` its tokens while they are sampled.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from contracts.routing import Routes
+from inference.errors import EngineError
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -47,6 +54,20 @@ class Completion:
     """
 
 
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """Consecutive tokens of one completion. All pieces of a stream, in order, are the completion."""
+
+    token_ids: npt.NDArray[np.int32]
+    """[n] new tokens."""
+    logprobs: npt.NDArray[np.float32]
+    """[n], as those of a completion."""
+    spans: list[tuple[str, int, int]]
+    """(policy version, start, end) within this piece's `token_ids`, contiguous and complete."""
+    finish_reason: FinishReason | None = None
+    """Of the completion; given with the last piece and only there."""
+
+
 class Engine(Protocol):
     """Serves a policy. Safe to call from many tasks of one event loop; canceling a call frees its resources."""
 
@@ -55,6 +76,13 @@ class Engine(Protocol):
 
         Raises RequestTooLong if the prompt leaves no room for a token. A full context ends the completion with
         "length".
+        """
+
+    def stream(self, prompt_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Piece]:
+        """Continue `prompt_ids`, as `generate` does, and yield the tokens while they are sampled.
+
+        Closing the generator frees its resources. Raises what `generate` raises, and EngineError for `routing_from`,
+        which pieces do not carry.
         """
 
     async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> list[float]:
@@ -70,3 +98,20 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """Stop serving; requests in flight end with "abort". Idempotent."""
+
+
+class StreamsWhole:
+    """Default of `Engine.stream` for engines whose servers answer whole completions: one piece, at the end."""
+
+    async def stream(self: Engine, prompt_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Piece]:
+        """See Engine.stream."""
+        check_streamable(params)
+        made = await self.generate([int(token) for token in prompt_ids], params)
+        tokens, logprobs = np.array(made.token_ids, np.int32), np.array(made.logprobs, np.float32)
+        yield Piece(tokens, logprobs, made.spans, made.finish_reason)
+
+
+def check_streamable(params: SamplingParams) -> None:
+    """Raise EngineError for parameters that a stream can't serve."""
+    if params.routing_from is not None:
+        raise EngineError("routing is requested of a stream, whose pieces do not carry it: use generate")

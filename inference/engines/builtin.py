@@ -1,6 +1,6 @@
 """Built-in engine: the families of `contracts.architectures` on the CPU, in its own thread.
 
-    event loop --Request--> inbox --> Scheduler.step, again and again --results--> event loop
+    event loop --Request--> inbox --> Scheduler.step, again and again --results, pieces--> event loop
                                             ^-- (weights, version) between two steps
 
 Results depend to the bit on weights, tokens and seed, not on the batch, the arrival order, reuse of a cached prefix or
@@ -12,8 +12,9 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,8 +22,8 @@ import numpy as np
 import torch
 from triplane_kernels.cpu import resolve_kernels
 
-from inference.engines.base import Completion, SamplingParams
-from inference.engines.requests import Request
+from inference.engines.base import Completion, Piece, SamplingParams, check_streamable
+from inference.engines.requests import Answer, Pieces, Reply, Request
 from inference.engines.scheduler import Scheduler
 from inference.engines.weights import Weights, read_weights
 from inference.errors import EngineError, EngineStopped, OtherArchitecture, RequestTooLong
@@ -32,6 +33,10 @@ SWITCH_INTERVAL_S = 0.0002
 """Python's switch interval, in seconds: how long another thread may hold the interpreter while the engine's thread
 waits. The default of 5 ms may occur once per operation of a forward pass: with a half-busy event loop a workload of 8 s
 took 30 s.
+"""
+PIECE_S = 0.005
+"""Shortest time between two deliveries of tokens to streams, in seconds. Each costs the event loop a wake-up for every
+stream.
 """
 _SCORE = SamplingParams(temperature=1.0, max_tokens=1, seed=0)
 
@@ -63,12 +68,34 @@ class BuiltinEngine:
         self._failure: BaseException | None = None
         self._reloads: deque[tuple[Weights, str, asyncio.AbstractEventLoop, asyncio.Future[None]]] = deque()
         self._results: list[tuple[Request, Any]] = []
+        self._pieces_due = 0.0
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL_S))
         self._thread = threading.Thread(target=self._work, name="builtin-engine", daemon=True)
         self._thread.start()
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
         """See Engine.generate."""
+        self._check_request(prompt_ids, params)
+        completion: Completion = await self._submit("generate", prompt_ids, params)
+        return completion
+
+    async def stream(self, prompt_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Piece]:
+        """See Engine.stream. Pieces come every PIECE_S seconds, if a token is sampled as fast."""
+        check_streamable(params)
+        self._check_request(prompt_ids, params)
+        pieces = Pieces()
+        request = self._start("generate", prompt_ids, params, pieces, streams=True)
+        try:
+            while True:
+                piece = await pieces.next()
+                yield piece
+                if piece.finish_reason is not None:
+                    return
+        finally:
+            request.cancelled = True
+
+    def _check_request(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
+        """Raise EngineError or RequestTooLong for a request that can't be served."""
         if params.max_tokens < 1 or params.temperature < 0:
             raise EngineError(
                 f"max_tokens is {params.max_tokens} and temperature {params.temperature}: at least 1 and 0 are required"
@@ -83,8 +110,6 @@ class BuiltinEngine:
                 f"prompt has {len(prompt_ids)} tokens, the policy's context holds {self._architecture.max_positions}:"
                 " shorten it"
             )
-        completion: Completion = await self._submit("generate", prompt_ids, params)
-        return completion
 
     async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> list[float]:
         """See Engine.score."""
@@ -131,6 +156,24 @@ class BuiltinEngine:
     async def _submit(
         self, kind: Literal["generate", "score"], token_ids: Sequence[int], params: SamplingParams
     ) -> Any:
+        answer = Answer(asyncio.get_running_loop())
+        request = self._start(kind, token_ids, params, answer)
+        try:
+            return await answer.future
+        except asyncio.CancelledError:
+            request.cancelled = True
+            raise
+
+    def _start(
+        self,
+        kind: Literal["generate", "score"],
+        token_ids: Sequence[int],
+        params: SamplingParams,
+        reply: Reply,
+        *,
+        streams: bool = False,
+    ) -> Request:
+        """Hand a request to the engine's thread."""
         tokens = np.array(token_ids, dtype=np.int64)
         if not len(tokens) or tokens.min() < 0 or tokens.max() >= self._architecture.vocabulary:
             raise EngineError(
@@ -138,16 +181,11 @@ class BuiltinEngine:
                 " policy's tokenizer?"
             )
         self._check_running()
-        loop = asyncio.get_running_loop()
-        request = Request(kind, tokens, params, loop.create_future(), loop)
+        request = Request(kind, tokens, params, reply, asyncio.get_running_loop(), streams)
         self._scheduler.waiting.append(request)
         self._check_running()  # check again: the thread may have stopped in between, and would never reply
         self._wake.set()
-        try:
-            return await request.future
-        except asyncio.CancelledError:
-            request.cancelled = True
-            raise
+        return request
 
     def _check_running(self) -> None:
         if self._failure is not None:
@@ -180,6 +218,9 @@ class BuiltinEngine:
             self._version = version
             _call(loop, _resolve, done, None)
         self._scheduler.step()
+        if self._scheduler.streamed and time.monotonic() >= self._pieces_due:
+            self._scheduler.deliver_sampled()
+            self._pieces_due = time.monotonic() + PIECE_S
         self._flush()
 
     def _collect(self, request: Request, result: Any) -> None:
@@ -192,13 +233,13 @@ class BuiltinEngine:
         results, self._results = self._results, []
         loops = {id(request.loop): request.loop for request, _ in results}
         for key, loop in loops.items():
-            _call(loop, _resolve_all, [(r.future, result) for r, result in results if id(r.loop) == key])
+            _call(loop, _give_all, [(r.reply, result) for r, result in results if id(r.loop) == key])
 
     def _fail_rest(self) -> None:
         """Fail the remaining requests when the thread ends: with its own failure, or because of `close`."""
         error = EngineStopped(f"the engine has stopped ({self._failure!r}): open another one")
         for request in self._scheduler.unfinished():
-            _call(request.loop, _reject, request.future, error)
+            _call(request.loop, request.reply.fail, error)
         while self._reloads:
             _, _, loop, done = self._reloads.popleft()
             _call(loop, _reject, done, error)
@@ -216,9 +257,9 @@ def _resolve(future: asyncio.Future[Any], result: Any) -> None:
         future.set_result(result)
 
 
-def _resolve_all(results: list[tuple[asyncio.Future[Any], Any]]) -> None:
-    for future, result in results:
-        _resolve(future, result)
+def _give_all(results: list[tuple[Reply, Any]]) -> None:
+    for reply, result in results:
+        reply.give(result)
 
 
 def _reject(future: asyncio.Future[Any], error: Exception) -> None:

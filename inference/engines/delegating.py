@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 
-from inference.engines.base import Completion, Engine, SamplingParams
+from inference.engines.base import Completion, Engine, Piece, SamplingParams
 
 
 class DelegatingEngine:
@@ -17,6 +17,10 @@ class DelegatingEngine:
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
         """See Engine.generate."""
         return await self.inner.generate(prompt_ids, params)
+
+    def stream(self, prompt_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Piece]:
+        """See Engine.stream."""
+        return self.inner.stream(prompt_ids, params)
 
     async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> list[float]:
         """See Engine.score."""

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from contracts.addresses import resolve
 from contracts.errors import InfraFault, TriplaneError
-from inference.engines.base import Completion, SamplingParams
+from inference.engines.base import Completion, SamplingParams, StreamsWhole
 from inference.engines.config import VllmConfig
 from inference.engines.http import JsonClient
 from inference.engines.replica import Replica, choose
@@ -41,7 +41,7 @@ REPORT_S = 15.0
 _log = logging.getLogger(__name__)
 
 
-class FleetEngine:
+class FleetEngine(StreamsWhole):
     """See inference.engines.base.Engine. Belongs to one event loop."""
 
     def __init__(self, config: VllmConfig, files: PolicyFiles) -> None:

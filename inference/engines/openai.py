@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from inference.engines.base import Completion, FinishReason, SamplingParams
+from inference.engines.base import Completion, FinishReason, SamplingParams, StreamsWhole
 from inference.engines.config import CONNECTIONS, RETRIES, TIMEOUT_S
 from inference.engines.http import SEED_BITS, JsonClient
 from inference.errors import EngineError, StaleVersion
@@ -21,7 +21,7 @@ OWNER = "triplane"
 _REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
-class OpenAIEngine:
+class OpenAIEngine(StreamsWhole):
     """See inference.engines.base.Engine. May be used from one event loop only, as httpx's pool requires."""
 
     def __init__(

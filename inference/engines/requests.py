@@ -1,30 +1,83 @@
-"""Requests, and the table of the scheduler's sequences."""
+"""Requests and their replies, and the table of the scheduler's sequences."""
 
 from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from contracts.routing import Routes, routes_dtype
-from inference.engines.base import Completion, FinishReason, SamplingParams
+from inference.engines.base import Completion, FinishReason, Piece, SamplingParams
 from inference.engines.prefix_cache import Prefix
 
 Integers = npt.NDArray[np.int64]
 
 
+class Reply(Protocol):
+    """Where results of a request go. Used in the caller's event loop only."""
+
+    def give(self, result: Any) -> None:
+        """Pass on a result."""
+
+    def fail(self, error: Exception) -> None:
+        """End the request with an error."""
+
+
+class Answer:
+    """Reply with one result, to be awaited as `future`."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.future: asyncio.Future[Any] = loop.create_future()
+
+    def give(self, result: Any) -> None:
+        """See Reply.give."""
+        if not self.future.done():
+            self.future.set_result(result)
+
+    def fail(self, error: Exception) -> None:
+        """See Reply.fail."""
+        if not self.future.done():
+            self.future.set_exception(error)
+
+
+class Pieces:
+    """Reply with several pieces, to be taken by `next`."""
+
+    def __init__(self) -> None:
+        self._given: asyncio.Queue[Piece | Exception] = asyncio.Queue()
+
+    def give(self, result: Any) -> None:
+        """See Reply.give."""
+        self._given.put_nowait(result)
+
+    def fail(self, error: Exception) -> None:
+        """See Reply.fail."""
+        self._given.put_nowait(error)
+
+    async def next(self) -> Piece:
+        """Wait for the next piece, or raise the error that ended the request."""
+        given = await self._given.get()
+        if isinstance(given, Exception):
+            raise given
+        return given
+
+
 @dataclass(eq=False)
 class Request:
-    """Call of `generate` or `score`, passed from the event loop's thread to the engine's."""
+    """Call of `generate`, `stream` or `score`, passed from the event loop's thread to the engine's."""
 
     kind: Literal["generate", "score"]
     tokens: npt.NDArray[np.int64]
     params: SamplingParams
-    future: asyncio.Future[Any]
+    reply: Reply
     loop: asyncio.AbstractEventLoop
+    streams: bool = False
+    """Whether tokens are delivered while they are sampled, as `Piece`; else at the end, as `Completion`."""
+    sent: int = 0
+    """Sampled tokens that were delivered already."""
     cancelled: bool = False
     """Set by the event loop's thread, read by the engine's."""
     shared: bool = False
@@ -43,9 +96,21 @@ class Request:
         self, tokens: list[int], logprobs: list[float], reason: FinishReason, routes: Routes | None = None
     ) -> Completion:
         """Result of the finished call, with the spans of its versions."""
-        ends = [*(start for _, start in self.marks[1:]), len(tokens)][: len(self.marks)]
-        spans = [(version, start, end) for (version, start), end in zip(self.marks, ends, strict=True) if end > start]
-        return Completion(tokens, logprobs, spans, reason, routes)
+        return Completion(tokens, logprobs, self._spans(0, len(tokens)), reason, routes)
+
+    def piece(self, tokens: Integers, logprobs: npt.NDArray[np.float32], reason: FinishReason | None) -> Piece:
+        """The tokens after those that were delivered, which count as delivered now."""
+        first, self.sent = self.sent, self.sent + len(tokens)
+        spans = [(version, start - first, end - first) for version, start, end in self._spans(first, self.sent)]
+        return Piece(tokens.astype(np.int32), logprobs.copy(), spans, reason)
+
+    def _spans(self, first: int, last: int) -> list[tuple[str, int, int]]:
+        """(version, start, end) of the sampled tokens [first, last)."""
+        ends = [*(start for _, start in self.marks[1:]), last][: len(self.marks)]
+        cut = [
+            (version, max(start, first), min(end, last)) for (version, start), end in zip(self.marks, ends, strict=True)
+        ]
+        return [(version, start, end) for version, start, end in cut if end > start]
 
 
 class SequenceTable:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from inference.engines.base import FinishReason
+from inference.engines.base import FinishReason, Piece
 from inference.engines.kv import ROW, KvCache
 from inference.engines.model import Batch, Rotary, forward, logits_of, make_batch
 from inference.engines.prefix_cache import Prefix, PrefixStore
@@ -33,6 +33,7 @@ LOGIT_ROWS = 256
 """Rows of logits computed at once for scoring."""
 
 Deliver = Callable[[Request, Any], None]
+_NOTHING = np.zeros(0, np.int64)
 
 
 class Scheduler:
@@ -51,6 +52,8 @@ class Scheduler:
         self._decoding = 0
         self._prefilling = 0
         self._chunk = CHUNK
+        self.streamed = 0
+        """Number of sequences whose tokens are delivered while they are sampled."""
 
     @property
     def idle(self) -> bool:
@@ -71,6 +74,12 @@ class Scheduler:
             self._prefill()
         if self._decoding:
             self._decode()
+
+    def deliver_sampled(self) -> None:
+        """Deliver what streamed sequences have sampled since their last piece."""
+        for slot, request in enumerate(self._table.requests):
+            if request.streams and int(self._table.length[slot]) > len(request.tokens) + request.sent:
+                self._deliver(request, self._piece(slot, None))
 
     def reload(self, weights: Weights, version: str) -> None:
         """Use other weights from the next step on.
@@ -93,7 +102,10 @@ class Scheduler:
             self._finish(slot, "abort")
         while self.waiting:
             request = self.waiting.popleft()
-            self._deliver(request, request.completion([], [], "abort") if request.kind == "generate" else None)
+            if request.streams:
+                self._deliver(request, request.piece(_NOTHING, _NOTHING.astype(np.float32), "abort"))
+            else:
+                self._deliver(request, request.completion([], [], "abort") if request.kind == "generate" else None)
 
     def unfinished(self) -> list[Request]:
         """Requests without a result."""
@@ -149,6 +161,7 @@ class Scheduler:
         self._table.add(request, limit, prefix, request.params.seed & SEED_MASK)
         request.marks.append((self.version, 0))
         self._prefilling += 1
+        self.streamed += request.streams
         return count - int(self._table.cached[slot])
 
     def _forward(self, batch: Batch) -> Tensor:
@@ -244,6 +257,10 @@ class Scheduler:
         length, prompt = int(table.length[slot]), len(request.tokens)
         if request.kind == "score":
             self._deliver(request, None if reason == "abort" else [0.0, *table.logprobs[slot, 1:length].tolist()])
+        elif request.streams:
+            self._deliver(request, self._piece(slot, reason))
+            if reason != "abort":
+                self._keep(slot, int(table.cached[slot]))
         else:
             tokens, logprobs = table.tokens[slot, prompt:length].tolist(), table.logprobs[slot, prompt:length].tolist()
             if reason == "abort":
@@ -254,8 +271,15 @@ class Scheduler:
                 self._keep(slot, int(table.cached[slot]))
         self._remove(slot)
 
+    def _piece(self, slot: int, reason: FinishReason | None) -> Piece:
+        """What a streamed sequence has sampled since its last piece."""
+        table, request = self._table, self._table.requests[slot]
+        new = slice(len(request.tokens) + request.sent, int(table.length[slot]))
+        return request.piece(table.tokens[slot, new], table.logprobs[slot, new], reason)
+
     def _remove(self, slot: int) -> None:
         """Free a slot and fill the gap, so that decoding and prefilling slots stay contiguous."""
+        self.streamed -= self._table.requests[slot].streams
         if slot < self._decoding:
             self._decoding -= 1
             self._move(self._decoding, slot)

@@ -20,7 +20,7 @@ from typing import Any
 
 from contracts.errors import SchemaError
 from contracts.routing import Routes, decode_routes
-from inference.engines.base import Completion, FinishReason, SamplingParams
+from inference.engines.base import Completion, FinishReason, SamplingParams, StreamsWhole
 from inference.engines.config import VllmConfig
 from inference.engines.http import SEED_BITS, JsonClient
 from inference.engines.vllm_keeper import HEALTH_S, VllmKeeper
@@ -41,7 +41,7 @@ async def _place_here(files: PolicyFiles, plain: bool) -> Path:
     return await asyncio.to_thread(served_directory, files, plain)
 
 
-class VllmEngine:
+class VllmEngine(StreamsWhole):
     """See inference.engines.base.Engine.
 
     Belongs to one event loop. `keeper` outlives it; without a keeper, a server that it starts ends with it.
