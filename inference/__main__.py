@@ -1,5 +1,6 @@
-"""The inference plane's command line: `python -m inference serve --policy DIR --listen 127.0.0.1:8000`, and
-`python -m inference weights --folder DIR` beside a vLLM server.
+"""The inference plane's command line: `python -m inference serve --policy DIR --listen 127.0.0.1:8000`,
+`python -m inference bridge --policy DIR` for trainers that are not ours, and `python -m inference weights --folder DIR`
+beside a vLLM server.
 """
 
 from __future__ import annotations
@@ -12,6 +13,33 @@ import typer
 
 from contracts.errors import TriplaneError
 
+_BRIDGE = """Serve episodes of a policy, over gRPC, to a trainer that is not ours.
+
+The trainer plays the environment, this server the policy. It prints its address when it is ready.
+
+A socket that only you can connect to:
+
+\b
+  python -m inference bridge --policy DIR
+
+Episodes that survive kill -9 and restarts:
+
+\b
+  python -m inference bridge --policy DIR --journal FOLDER
+
+A port of this machine, which asks for a key that is made and printed:
+
+\b
+  python -m inference bridge --policy DIR --listen 127.0.0.1:7080
+
+A port for others, with --tls-cert, --tls-key and --key-file:
+
+\b
+  python -m inference bridge --policy DIR --listen 0.0.0.0:7080 ...
+
+SIGTERM starts no more episodes, lets turns end (without --journal: episodes) and exits; Ctrl-C does not wait. The
+protocol is contracts/protos/bridge.proto; docs/bridge.md explains it.
+"""
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Serve policies, and pull them for servers.")
 
 
@@ -62,6 +90,57 @@ def weights(
     from inference.weights.serve import serve as run
 
     run(listen, folder, store=store, keep=keep, key_file=key_file, first=first, plain=plain)
+
+
+@app.command(help=_BRIDGE)
+def bridge(
+    policy: Annotated[str, typer.Option(help="Checkpoint directory, or a digest prefix of a checkpoint in the store.")],
+    listen: Annotated[
+        str | None, typer.Option(help="unix:/path or host:port (default: a socket that only you can connect to).")
+    ] = None,
+    store: Annotated[str | None, typer.Option(help="Store with the checkpoints (default: $TRIPLANE_STORE).")] = None,
+    version: Annotated[str | None, typer.Option(help="Policy version of the tokens (default: digest or name).")] = None,
+    journal: Annotated[
+        Path | None, typer.Option(help="Directory that lets episodes survive this process (default: they end with it).")
+    ] = None,
+    max_episodes: Annotated[int, typer.Option(min=1, help="Open episodes at most, of all keys.")] = 10_000,
+    lease: Annotated[
+        float, typer.Option(min=1, help="Seconds after which an episode that nobody asks for is freed.")
+    ] = 600.0,
+    drain: Annotated[float, typer.Option(min=0, help="Longest time after SIGTERM for work to end, in seconds.")] = 30.0,
+    engine_url: Annotated[
+        str | None, typer.Option(help="Sample at this server of --policy, e.g. http://127.0.0.1:8000/v1, not here.")
+    ] = None,
+    engine_model: Annotated[str, typer.Option(help="Name of the policy at --engine-url.")] = "policy",
+    max_batch: Annotated[int, typer.Option(min=1, help="Sequences in a batch of the built-in engine.")] = 256,
+    threads: Annotated[int | None, typer.Option(min=1, help="Its torch threads (default: torch's).")] = None,
+    key_file: Annotated[
+        Path | None, typer.Option(help="Accepted bearer keys, one a line (default: on a port, one that is printed).")
+    ] = None,
+    tls_cert: Annotated[Path | None, typer.Option(help="Speak TLS with this certificate.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="Its private key.")] = None,
+    tls_client_ca: Annotated[Path | None, typer.Option(help="Ask clients for a certificate of this authority.")] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="No TLS beyond this machine, and no key unless --key-file is given.")
+    ] = False,
+) -> None:
+    """Serve episodes of a policy to a trainer."""
+    from contracts.rpc.listening import Listening
+    from contracts.rpc.meeting import default_address
+    from inference.bridge.serve import SOCKET, Options
+    from inference.bridge.serve import serve as run
+    from inference.bridge.sessions import Bounds
+    from inference.engines.config import BuiltinConfig, OpenAIConfig
+    from inference.server.serve import find_policy
+
+    directory, found = find_policy(policy, store)
+    listening = Listening(listen or default_address(SOCKET), tls_cert, tls_key, tls_client_ca, key_file, insecure)
+    engine = (
+        BuiltinConfig(max_batch=max_batch, threads=threads)
+        if engine_url is None
+        else OpenAIConfig(base_url=engine_url, model=engine_model)
+    )
+    run(directory, version or found, Options(listening, Bounds(max_episodes, lease), journal, drain, engine))
 
 
 def main() -> None:

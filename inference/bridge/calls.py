@@ -1,0 +1,60 @@
+"""Errors of the bridge as gRPC statuses, and whose call is answered."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any, NoReturn
+
+import grpc
+
+from contracts.errors import TriplaneError
+from contracts.rpc import caller
+from contracts.rpc.connecting import ERROR_NAME
+from inference import errors as inference_errors
+from inference.bridge import errors
+
+Context = grpc.aio.ServicerContext[Any, Any]
+_Code = grpc.StatusCode
+_CODES: tuple[tuple[type[TriplaneError], grpc.StatusCode], ...] = (
+    (errors.BadMessage, _Code.INVALID_ARGUMENT),
+    (errors.UnknownEpisode, _Code.NOT_FOUND),
+    (errors.EpisodeExpired, _Code.NOT_FOUND),
+    (errors.EpisodeConflict, _Code.ALREADY_EXISTS),
+    (errors.WrongStep, _Code.FAILED_PRECONDITION),
+    (errors.EpisodeEnded, _Code.FAILED_PRECONDITION),
+    (errors.TooManyEpisodes, _Code.RESOURCE_EXHAUSTED),
+    (errors.TooManySteps, _Code.RESOURCE_EXHAUSTED),
+    (errors.Draining, _Code.UNAVAILABLE),
+    (errors.JournalError, _Code.UNAVAILABLE),
+    (inference_errors.StaleVersion, _Code.FAILED_PRECONDITION),
+    (inference_errors.EngineStopped, _Code.UNAVAILABLE),
+    (inference_errors.EngineUnreachable, _Code.UNAVAILABLE),
+    (inference_errors.EngineError, _Code.INVALID_ARGUMENT),
+)
+_MAX_WORDS = 2000
+"""Longest message of a status, in characters: gRPC sends it in a header of limited size."""
+
+
+def owner_of(context: Context) -> str:
+    """Name of who sees the episodes of a call: its key, else its client certificate, else empty."""
+    name = caller.key()
+    if name:
+        return name
+    identities = context.peer_identities()
+    return hashlib.sha256(b"\0".join(identities)).hexdigest()[:12] if identities else ""
+
+
+def code_of(error: TriplaneError) -> grpc.StatusCode:
+    """gRPC status code for an error."""
+    return next((code for kind, code in _CODES if isinstance(error, kind)), _Code.INTERNAL)
+
+
+def words_of(error: TriplaneError) -> str:
+    """Message of an error, as long as a status may be."""
+    return str(error)[:_MAX_WORDS]
+
+
+async def abort(context: Context, error: TriplaneError) -> NoReturn:
+    """End a call with the status and the class name of an error."""
+    await context.abort(code_of(error), words_of(error), ((ERROR_NAME, type(error).__name__),))
+    raise error

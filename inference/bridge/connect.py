@@ -1,0 +1,135 @@
+"""One Connect stream: commands about any number of episodes in, their answers out, in one task each.
+
+    commands --read--> sessions: answers in order --.
+                       readers of turns: woken ------+--> events, one at a time, as fast as the client reads
+
+Answers wait in a queue of limited length, beyond which no command is read. Turns wait in no queue: what a slow client
+has not read yet is taken from the episode, in one piece, when its turn comes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Iterator
+from functools import partial
+
+from contracts.errors import TriplaneError
+from contracts.pb import bridge_pb2 as pb
+from inference.bridge import record
+from inference.bridge.calls import code_of, words_of
+from inference.bridge.errors import BadMessage, TooManySteps
+from inference.bridge.sessions import Sessions
+from inference.bridge.turns import Subscription
+
+MAX_ANSWERS = 64
+"""Answers that wait to be read, beyond which no command is taken."""
+
+
+class Connection:
+    """One stream of one client."""
+
+    def __init__(self, sessions: Sessions, owner: str, commands: AsyncIterator[pb.Command]) -> None:
+        self._sessions, self._owner, self._commands = sessions, owner, commands
+        self._answers: deque[Iterator[pb.Event]] = deque()
+        self._ready: deque[tuple[int, Subscription]] = deque()
+        """Turns with something to take, each once."""
+        self._readers: dict[Subscription, int] = {}
+        """Turns in flight, with the ids of their commands."""
+        self._wake, self._room = asyncio.Event(), asyncio.Event()
+        self._reading = asyncio.create_task(self._read())
+
+    async def events(self) -> AsyncIterator[pb.Event]:
+        """What the client is told, until it has closed its side and every turn of this stream has ended."""
+        yield pb.Event(credits=self._sessions.bounds.credits)
+        while True:
+            while self._answers or self._ready:
+                if self._answers:
+                    for event in self._answers.popleft():
+                        yield event
+                    self._room.set()
+                if self._ready:
+                    event_of_turn = self._next()
+                    if event_of_turn is not None:
+                        yield event_of_turn
+            if self._reading.done() and not self._readers:
+                self._reading.result()
+                return
+            await self._wake.wait()
+            self._wake.clear()
+
+    def close(self) -> None:
+        """Stop reading and let go of all turns, which go on."""
+        self._reading.cancel()
+        for reader in self._readers:
+            self._sessions.leave(reader)
+
+    def _next(self) -> pb.Event | None:
+        """The next event of a turn."""
+        identity, reader = self._ready.popleft()
+        try:
+            step = reader.take()
+        except TriplaneError as error:
+            self._drop(reader)
+            return _failure(identity, error)
+        if step is None:
+            return None
+        if reader.done:
+            self._drop(reader)
+        else:
+            self._ready.append((identity, reader))
+        return pb.Event(id=identity, step=step)
+
+    def _drop(self, reader: Subscription) -> None:
+        del self._readers[reader]
+        self._sessions.leave(reader)
+
+    async def _read(self) -> None:
+        try:
+            async for command in self._commands:
+                while len(self._answers) >= MAX_ANSWERS:
+                    self._room.clear()
+                    await self._room.wait()
+                try:
+                    await self._obey(command)
+                except TriplaneError as error:
+                    self._answer(iter((_failure(command.id, error),)))
+        finally:
+            self._wake.set()
+
+    async def _obey(self, command: pb.Command) -> None:
+        sessions, owner, identity = self._sessions, self._owner, command.id
+        kind = command.WhichOneof("what")
+        if kind == "step":
+            if len(self._readers) >= sessions.bounds.credits:
+                raise TooManySteps(
+                    f"{len(self._readers)} steps run on this stream, as many as its credits: wait for one to end"
+                )
+            reader = sessions.step(owner, command.step, partial(self._woken, identity))
+            self._readers[reader] = identity
+        elif kind == "start":
+            self._answer(iter((pb.Event(id=identity, state=await sessions.start(owner, command.start)),)))
+        elif kind == "end":
+            episode = sessions.end(owner, command.end)
+            self._answer(pb.Event(id=identity, chunk=chunk) for chunk in record.chunks(episode))
+        elif kind == "cancel":
+            state = sessions.cancel(owner, command.cancel.episode_id, command.cancel.step)
+            self._answer(iter((pb.Event(id=identity, state=state),)))
+        elif kind == "renew":
+            lost = sessions.renew(owner, command.renew.episode_ids)
+            self._answer(iter((pb.Event(id=identity, renewed=pb.RenewReply(lost=lost)),)))
+        else:
+            raise BadMessage("the command says nothing: set start, step, end, cancel or renew")
+
+    def _answer(self, events: Iterator[pb.Event]) -> None:
+        self._answers.append(events)
+        self._wake.set()
+
+    def _woken(self, identity: int, reader: Subscription) -> None:
+        self._ready.append((identity, reader))
+        self._wake.set()
+
+
+def _failure(identity: int, error: TriplaneError) -> pb.Event:
+    code, _ = code_of(error).value
+    return pb.Event(id=identity, failure=pb.Failure(code=code, error=type(error).__name__, message=words_of(error)))

@@ -1,0 +1,154 @@
+"""Data of one episode: its context, its turns, and who owns it. Holds no task and does no work."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Final
+
+from contracts.pb import bridge_pb2 as pb
+from inference.bridge.checks import Sampling
+
+TOKEN_BYTES: Final = 4
+"""Bytes of a token id (int32) and of a logprob (float32)."""
+
+
+class Turn:
+    """One turn of the policy, as places in its episode's context."""
+
+    __slots__ = ("begin", "finish", "first", "logprob", "sampling", "spans", "tokens")
+
+    def __init__(self, begin: int, first: int, logprob: int, sampling: Sampling | None) -> None:
+        self.begin = begin
+        """Place in the context of the turn's first observation token."""
+        self.first = first
+        """Place in the context of its first policy token."""
+        self.logprob = logprob
+        """Place of that token among all policy tokens of the episode."""
+        self.sampling = sampling
+        """Of this turn only; None: as at the episode's start."""
+        self.tokens = 0
+        """Policy tokens so far."""
+        self.spans: list[tuple[str, int, int]] = []
+        """(policy version, first, end) among this turn's policy tokens, contiguous and complete."""
+        self.finish: int | None = None
+        """pb.Finish; None until the turn has ended."""
+
+    def extend_span(self, version: str, count: int) -> None:
+        """Note that `version` made the next `count` tokens."""
+        first, self.tokens = self.tokens, self.tokens + count
+        if self.spans and self.spans[-1][0] == version:
+            version, first, _ = self.spans.pop()
+        self.spans.append((version, first, self.tokens))
+
+
+class Episode:
+    """One episode. Ids and logprobs are in two byte strings, so that thousands of episodes stay small."""
+
+    __slots__ = (
+        "ended",
+        "expired",
+        "expires",
+        "group_id",
+        "handle",
+        "identity",
+        "ids",
+        "labels",
+        "lease_s",
+        "logprobs",
+        "owner",
+        "rule",
+        "sampling",
+        "started_as",
+        "turns",
+        "version",
+    )
+
+    def __init__(
+        self,
+        owner: str,
+        start: pb.StartEpisodeRequest,
+        sampling: Sampling,
+        version: str,
+        lease_s: float,
+        handle: int,
+    ) -> None:
+        """owner: name of the key that sees it. version: the policy at its start. handle: its number in the journal."""
+        self.owner, self.identity, self.group_id = owner, start.episode_id, start.group_id
+        self.handle = handle
+        self.rule, self.version, self.sampling = start.rule, version, sampling
+        self.labels: dict[str, str] | None = dict(start.labels) or None
+        self.started_as = content_of(start)
+        """Digest of the request that started it."""
+        self.lease_s = lease_s
+        self.expires = 0.0
+        """When its lease ends, on the monotonic clock."""
+        self.ids = bytearray(start.prompt_ids)
+        """The whole context, little-endian int32."""
+        self.logprobs = bytearray()
+        """Of the policy tokens, in order, little-endian float32."""
+        self.turns: list[Turn] = []
+        self.ended: pb.EndEpisodeRequest | None = None
+        self.expired = False
+
+    @property
+    def phase(self) -> str:
+        """open, stepping, ended or expired."""
+        if self.ended is not None:
+            return "ended"
+        if self.expired:
+            return "expired"
+        return "stepping" if self.turns and self.turns[-1].finish is None else "open"
+
+    @property
+    def tokens(self) -> int:
+        """Length of the context."""
+        return len(self.ids) // TOKEN_BYTES
+
+    def begin_turn(self, observation: bytes, sampling: Sampling | None) -> Turn:
+        """Append the environment's tokens and begin a turn after them."""
+        begin = self.tokens
+        self.ids += observation
+        turn = Turn(begin, self.tokens, len(self.logprobs) // TOKEN_BYTES, sampling)
+        self.turns.append(turn)
+        return turn
+
+    def add_tokens(self, version: str, ids: bytes, logprobs: bytes) -> None:
+        """Append tokens of the policy to the last turn."""
+        self.ids += ids
+        self.logprobs += logprobs
+        self.turns[-1].extend_span(version, len(ids) // TOKEN_BYTES)
+
+    def observation_of(self, turn: Turn) -> bytes:
+        """The environment's tokens before a turn."""
+        return bytes(memoryview(self.ids)[turn.begin * TOKEN_BYTES : turn.first * TOKEN_BYTES])
+
+    def tokens_of(self, turn: Turn, first: int) -> pb.Tokens:
+        """Policy tokens of a turn from place `first` to the newest."""
+        low, high = (turn.first + first) * TOKEN_BYTES, (turn.first + turn.tokens) * TOKEN_BYTES
+        start, stop = (turn.logprob + first) * TOKEN_BYTES, (turn.logprob + turn.tokens) * TOKEN_BYTES
+        spans = [
+            pb.Span(version=version, first=max(begin, first), end=end)
+            for version, begin, end in turn.spans
+            if end > first
+        ]
+        return pb.Tokens(
+            first=first,
+            ids=bytes(memoryview(self.ids)[low:high]),
+            logprobs=bytes(memoryview(self.logprobs)[start:stop]),
+            spans=spans,
+        )
+
+    def transcript_digest(self) -> str:
+        """SHA-256 of the ids of the whole context, as little-endian int32, in hex digits."""
+        return hashlib.sha256(self.ids).hexdigest()
+
+    def expire(self) -> None:
+        """Free what the episode holds."""
+        self.expired = True
+        self.ids, self.logprobs, self.labels = bytearray(), bytearray(), None
+        self.turns.clear()
+
+
+def content_of(start: pb.StartEpisodeRequest) -> bytes:
+    """Digest of a start, by which a repeated one is recognized."""
+    return hashlib.sha256(start.SerializeToString(deterministic=True)).digest()

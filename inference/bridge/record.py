@@ -1,0 +1,126 @@
+"""An ended episode as its client gets it: a row of EPISODES and a row of SEQUENCES, as two Arrow IPC streams one after
+the other.
+
+What EPISODES has no column for (reward, components, labels, version rule) is JSON in the metadata of its schema, under
+METADATA. The labels task_id, task_digest and image_digest are those columns.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from contracts.digests import sha256
+from contracts.episodes import EPISODES, SEQUENCES, Outcome, TokenRole
+from contracts.pb import bridge_pb2 as pb
+from inference.bridge.episode import Episode
+
+METADATA = b"triplane.bridge"
+PIECE_BYTES = 1 << 20
+"""Longest piece of a record in one message."""
+_OUTCOMES: dict[int | None, Outcome] = {
+    pb.LENGTH: Outcome.TRUNCATED,
+    pb.CONTEXT: Outcome.TRUNCATED,
+    pb.DEADLINE: Outcome.TIMED_OUT,
+    pb.STALE: Outcome.INFRA_ERROR,
+    pb.ENGINE_LOST: Outcome.INFRA_ERROR,
+}
+"""By the finish of the last turn; all others are COMPLETED."""
+
+
+def chunks(episode: Episode) -> Iterator[pb.EpisodeChunk]:
+    """The record of an ended episode, in pieces, the last with the digest of the whole."""
+    data = record(episode)
+    for start in range(0, len(data), PIECE_BYTES):
+        last = start + PIECE_BYTES >= len(data)
+        digest = hashlib.sha256(data).hexdigest() if last else ""
+        yield pb.EpisodeChunk(data=data[start : start + PIECE_BYTES], last=last, digest=digest)
+
+
+def record(episode: Episode) -> bytes:
+    """The record of an ended episode. Equal bytes for equal episodes."""
+    return _stream(_row(episode)) + _stream(_sequence(episode))
+
+
+def outcome_of(episode: Episode) -> Outcome:
+    """Outcome by the client's word and the finish of the last turn."""
+    if episode.ended is not None and episode.ended.aborted:
+        return Outcome.ABORTED
+    finish = episode.turns[-1].finish if episode.turns else None
+    return _OUTCOMES.get(finish, Outcome.COMPLETED)
+
+
+def _row(episode: Episode) -> pa.Table:
+    labels, said = episode.labels or {}, episode.ended or pb.EndEpisodeRequest()
+    row: dict[str, Any] = {
+        "episode_id": episode.identity,
+        "group_id": episode.group_id,
+        "task_id": labels.get("task_id", ""),
+        "task_digest": labels.get("task_digest", ""),
+        "image_digest": labels.get("image_digest", ""),
+        "sample": 0,
+        "attempt": 0,
+        "seed": int(np.uint64(episode.sampling.seed).astype(np.int64)),  # the column is signed
+        "policy_version": episode.version,
+        "temperature": episode.sampling.temperature,
+        "max_tokens": episode.sampling.max_tokens,
+        "outcome": outcome_of(episode).value,
+        "failure": None,
+        "turns": len(episode.turns),
+        "tool_calls": [],
+        "format_errors": 0,
+        "policy_tokens": sum(turn.tokens for turn in episode.turns),
+        "final_state": [{"kind": "diff", "digest": sha256(b"")}],
+        "final_diff": b"",
+    }
+    about = {
+        "aborted": said.aborted,
+        "components": dict(said.components),
+        "labels": labels,
+        "reward": said.reward if said.HasField("reward") else None,
+        "rule": "FOLLOW" if episode.rule == pb.FOLLOW else "PINNED",
+    }
+    table = pa.Table.from_pylist([row], schema=EPISODES)
+    return table.replace_schema_metadata({METADATA: json.dumps(about, sort_keys=True).encode()})
+
+
+def _sequence(episode: Episode) -> pa.Table:
+    ids = np.frombuffer(bytes(episode.ids), "<i4")
+    sampled = np.frombuffer(bytes(episode.logprobs), "<f4")
+    roles = np.full(len(ids), TokenRole.ENVIRONMENT, np.uint8)
+    roles[: episode.turns[0].begin if episode.turns else len(ids)] = TokenRole.PROMPT
+    logprobs = np.zeros(len(ids), np.float32)
+    spans = []
+    for turn in episode.turns:
+        made = slice(turn.first, turn.first + turn.tokens)
+        roles[made] = TokenRole.POLICY
+        logprobs[made] = sampled[turn.logprob : turn.logprob + turn.tokens]
+        spans += [
+            {"version": version, "start": turn.first + first, "end": turn.first + end}
+            for version, first, end in turn.spans
+        ]
+    columns = [
+        pa.array([episode.identity], pa.string()),
+        pa.array([0], pa.int32()),
+        _one_list(pa.array(ids)),
+        _one_list(pa.array(roles)),
+        _one_list(pa.array(logprobs, mask=roles != TokenRole.POLICY)),
+        pa.array([spans], SEQUENCES.field("policy_spans").type),
+    ]
+    return pa.Table.from_arrays(columns, schema=SEQUENCES)
+
+
+def _one_list(values: pa.Array) -> pa.ListArray:
+    return pa.ListArray.from_arrays(pa.array([0, len(values)], pa.int32()), values)
+
+
+def _stream(table: pa.Table) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    return sink.getvalue().to_pybytes()  # type: ignore[no-any-return]

@@ -1,0 +1,149 @@
+"""What the journal says about episodes: its kinds of frames, and episodes made of them again."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator
+from enum import IntEnum
+
+from contracts.pb import bridge_pb2 as pb
+from inference.bridge.checks import Limits, Sampling, sampling_of
+from inference.bridge.episode import TOKEN_BYTES, Episode, Turn
+from inference.bridge.journal import Frame, Journal, frame, split
+
+_START = struct.Struct("<HHd32s")
+_TOKENS = struct.Struct("<IH")
+_ANY = Limits(0, 0)
+"""Messages in the journal were checked before they came there."""
+
+
+class Kind(IntEnum):
+    """Kinds of frames."""
+
+    START = 1
+    """Owner, version, granted lease in seconds, digest of the request, StartEpisodeRequest."""
+    TURN = 2
+    """StepRequest."""
+    TOKENS = 3
+    """Count and version of consecutive policy tokens, their ids, their logprobs."""
+    FINISH = 4
+    """pb.Finish of the turn, one byte."""
+    END = 5
+    """EndEpisodeRequest."""
+    FORGET = 6
+    """The episode expired, or ended long ago."""
+
+
+def start_payload(episode: Episode, start: pb.StartEpisodeRequest) -> bytes:
+    """Payload of a START."""
+    who, what = episode.owner.encode(), episode.version.encode()
+    fixed = _START.pack(len(who), len(what), episode.lease_s, episode.started_as)
+    return fixed + who + what + start.SerializeToString()
+
+
+def tokens_payload(version: str, ids: bytes, logprobs: bytes) -> bytes:
+    """Payload of a TOKENS."""
+    name = version.encode()
+    return _TOKENS.pack(len(ids) // TOKEN_BYTES, len(name)) + name + ids + logprobs
+
+
+def snapshot(episode: Episode) -> Iterator[bytes]:
+    """Frames that say everything about an episode."""
+
+    def framed(kind: Kind, payload: bytes) -> bytes:
+        return frame(kind, episode.handle, payload)
+
+    prompt = episode.turns[0].begin * TOKEN_BYTES if episode.turns else len(episode.ids)
+    start = pb.StartEpisodeRequest(
+        episode_id=episode.identity,
+        group_id=episode.group_id,
+        prompt_ids=bytes(memoryview(episode.ids)[:prompt]),
+        rule=episode.rule,
+        sampling=sampling_message(episode.sampling),
+        labels=episode.labels or {},
+    )
+    yield framed(Kind.START, start_payload(episode, start))
+    for index, turn in enumerate(episode.turns):
+        step = pb.StepRequest(step=index + 1, observation_ids=episode.observation_of(turn))
+        if turn.sampling is not None:
+            step.sampling.CopyFrom(sampling_message(turn.sampling))
+        yield framed(Kind.TURN, step.SerializeToString())
+        yield from (framed(Kind.TOKENS, payload) for payload in _spans_of(episode, turn))
+        if turn.finish is not None:
+            yield framed(Kind.FINISH, bytes([turn.finish]))
+    if episode.ended is not None:
+        yield framed(Kind.END, episode.ended.SerializeToString())
+
+
+def replay(frames: Iterable[Frame]) -> dict[int, Episode]:
+    """Episodes that the frames of a journal tell of, by handle. Frames of forgotten handles are skipped."""
+    found: dict[int, Episode] = {}
+    for each in frames:
+        if each.kind == Journal.SNAPSHOT:
+            found.pop(each.handle, None)
+            for inner, _ in split(each.payload):
+                _apply(found, inner)
+        else:
+            _apply(found, each)
+    return found
+
+
+def _apply(found: dict[int, Episode], each: Frame) -> None:
+    if each.kind == Kind.START:
+        found[each.handle] = _started(each)
+        return
+    episode = found.get(each.handle)
+    if episode is None:
+        return
+    if each.kind == Kind.TURN:
+        step = pb.StepRequest.FromString(each.payload)
+        sampling = sampling_of(step.sampling, _ANY) if step.HasField("sampling") else None
+        episode.begin_turn(step.observation_ids, sampling)
+    elif each.kind == Kind.TOKENS:
+        count, named = _TOKENS.unpack_from(each.payload)
+        ids = _TOKENS.size + named
+        logprobs = ids + count * TOKEN_BYTES
+        version = each.payload[_TOKENS.size : ids].decode()
+        episode.add_tokens(version, each.payload[ids:logprobs], each.payload[logprobs:])
+    elif each.kind == Kind.FINISH:
+        episode.turns[-1].finish = each.payload[0]
+    elif each.kind == Kind.END:
+        episode.ended = pb.EndEpisodeRequest.FromString(each.payload)
+    elif each.kind == Kind.FORGET:
+        del found[each.handle]
+
+
+def _started(each: Frame) -> Episode:
+    who, what, lease_s, digest = _START.unpack_from(each.payload)
+    owner = _START.size + who
+    version = owner + what
+    start = pb.StartEpisodeRequest.FromString(each.payload[version:])
+    episode = Episode(
+        each.payload[_START.size : owner].decode(),
+        start,
+        sampling_of(start.sampling, _ANY),
+        each.payload[owner:version].decode(),
+        lease_s,
+        each.handle,
+    )
+    episode.started_as = digest
+    return episode
+
+
+def _spans_of(episode: Episode, turn: Turn) -> Iterator[bytes]:
+    for version, first, end in turn.spans:
+        ids = slice((turn.first + first) * TOKEN_BYTES, (turn.first + end) * TOKEN_BYTES)
+        logprobs = slice((turn.logprob + first) * TOKEN_BYTES, (turn.logprob + end) * TOKEN_BYTES)
+        yield tokens_payload(
+            version, bytes(memoryview(episode.ids)[ids]), bytes(memoryview(episode.logprobs)[logprobs])
+        )
+
+
+def sampling_message(sampling: Sampling) -> pb.Sampling:
+    """The message that `sampling_of` reads."""
+    return pb.Sampling(
+        temperature=sampling.temperature,
+        max_tokens=sampling.max_tokens,
+        seed=sampling.seed,
+        stop_token_ids=sampling.stop_token_ids,
+    )

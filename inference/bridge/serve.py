@@ -1,0 +1,201 @@
+"""Run a bridge until it receives a signal.
+
+    journal, engine -> sessions -> service -> address printed      SIGTERM -> drain -> turns stop -> exit 0
+
+While it drains, no episode is started. With a journal it also begins no turn, and ends when none runs: episodes go on
+at the next bridge with that journal. Without one it ends when no episode is open.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc  # type: ignore[import-untyped, unused-ignore]
+from grpc_reflection.v1alpha import reflection  # type: ignore[import-untyped, unused-ignore]
+
+from contracts.architectures import Architecture
+from contracts.errors import ConfigError, describe
+from contracts.pb import bridge_pb2, bridge_pb2_grpc
+from contracts.rpc.connecting import MESSAGE_BYTES, prefer_short_round_trips
+from contracts.rpc.keys import KeyCheck
+from contracts.rpc.listening import Listening
+from inference.bridge.checks import Limits
+from inference.bridge.journal import Journal
+from inference.bridge.service import BridgeService
+from inference.bridge.sessions import Bounds, Sessions
+from inference.engines import BuiltinConfig, OpenAIConfig, open_engine
+from inference.engines.base import Engine
+
+DRAIN_S = 30.0
+"""Default of `--drain`."""
+SOCKET = "bridge.sock"
+"""File of the default socket."""
+_GRACE_S = 0.5
+_LOOK_S = 0.05
+_SERVER_OPTIONS = [
+    ("grpc.max_send_message_length", MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MESSAGE_BYTES),
+    # detects a client that vanished without closing its connection
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.so_reuseport", 0),
+]
+_SERVICE = bridge_pb2.DESCRIPTOR.services_by_name["Bridge"].full_name
+_ADVICE = "send `authorization: Bearer <key>` with one of --key-file, or with the key that the bridge printed"
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of a bridge."""
+
+    listening: Listening
+    bounds: Bounds = field(default_factory=Bounds)
+    journal: Path | None = None
+    """Directory of the journal; None: episodes end with the process."""
+    drain_s: float = DRAIN_S
+    """Longest drain after SIGTERM, in seconds."""
+    engine: BuiltinConfig | OpenAIConfig = field(default_factory=BuiltinConfig)
+
+
+@dataclass(frozen=True)
+class Bridge:
+    """A bridge that serves."""
+
+    sessions: Sessions
+    address: str
+    """For clients, with the port that was picked."""
+
+
+@contextlib.asynccontextmanager
+async def serving(engine: Engine, limits: Limits, options: Options) -> AsyncIterator[Bridge]:
+    """Serve `engine` at the options' address while the context is open.
+
+    Raises ConfigError for an address or key file that can't be used, JournalError for a journal.
+    """
+    listening = options.listening
+    listening.check()
+    made = listening.made_key()
+    keys = listening.keys() if made is None else (made.key.encode(),)
+    async with contextlib.AsyncExitStack() as stack:
+        journal = None if options.journal is None else Journal(options.journal)
+        if journal is not None:
+            stack.callback(journal.close)
+        sessions = Sessions(engine, limits, options.bounds, journal)
+        stack.push_async_callback(sessions.close)
+        server = grpc.aio.server(options=_SERVER_OPTIONS, interceptors=[KeyCheck(keys, _ADVICE)] if keys else [])
+        bridge_pb2_grpc.add_BridgeServicer_to_server(BridgeService(sessions), server)
+        probe = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(probe, server)
+        reflection.enable_server_reflection([_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
+        port = listening.listen(server)
+        if made is not None:
+            file = made.publish(port)
+            stack.callback(made.withdraw, file)
+            print(f"bridge: {listening.address} asks for this key: {made.key} (also in {file})", file=sys.stderr)
+        await server.start()
+        stack.push_async_callback(server.stop, _GRACE_S)
+        for name in ("", _SERVICE):
+            await probe.set(name, health_pb2.HealthCheckResponse.SERVING)
+        for work in (sessions.sweeping(), *(() if journal is None else (journal.sync(),))):
+            stack.push_async_callback(_cancelled, asyncio.create_task(work))
+        yield Bridge(sessions, _address(listening.address, port))
+        await probe.enter_graceful_shutdown()
+
+
+def serve(directory: Path, version: str, options: Options) -> None:
+    """Serve the policy in `directory` until a signal. Prints the address when it is ready.
+
+    Raises TriplaneError, in one line, if it can't.
+    """
+    limits = limits_of(directory)
+    os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"  # read by gRPC when it is first used
+    prefer_short_round_trips()
+    _run(_serve(directory, version, limits, options))
+
+
+def limits_of(directory: Path) -> Limits:
+    """Vocabulary and context of a checkpoint. Raises ConfigError, SchemaError."""
+    try:
+        config = json.loads((directory / "config.json").read_bytes())
+    except OSError as error:
+        raise ConfigError(f"--policy {directory} is no checkpoint: {describe(error)}") from error
+    except ValueError as error:
+        raise ConfigError(f"--policy {directory}: config.json is not JSON: {error}") from error
+    shape = Architecture.from_config(config)
+    return Limits(shape.vocabulary, shape.max_positions)
+
+
+async def _serve(directory: Path, version: str, limits: Limits, options: Options) -> None:
+    signals = _Signals()
+    engine = open_engine(options.engine, directory, version)
+    try:
+        async with serving(engine, limits, options) as bridge:
+            kept = f", {bridge.sessions.open} episodes from the journal" if bridge.sessions.open else ""
+            print(f"policy {await engine.version()} at {bridge.address}{kept}", flush=True)
+            await signals.first.wait()
+            await _drain(bridge.sessions, options.drain_s, signals)
+    finally:
+        await engine.close()
+    if signals.interrupted:
+        raise KeyboardInterrupt
+
+
+class _Signals:
+    """SIGTERM and SIGINT of this process, from now on."""
+
+    def __init__(self) -> None:
+        self.first = asyncio.Event()
+        """Set by the first one."""
+        self.hurry = False
+        """Whether to wait for nothing: after SIGINT, or a second signal."""
+        self.interrupted = False
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._told, number)
+
+    def _told(self, number: int) -> None:
+        self.interrupted = self.interrupted or number == signal.SIGINT
+        self.hurry = self.interrupted or self.first.is_set()
+        self.first.set()
+
+
+async def _drain(sessions: Sessions, seconds: float, signals: _Signals) -> None:
+    """Begin nothing new, and return when nothing is left to wait for, after `seconds` at the latest."""
+    sessions.draining = True
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and not signals.hurry:
+        if not (sessions.running if sessions.durable else sessions.open):
+            return
+        await asyncio.sleep(_LOOK_S)
+
+
+async def _cancelled(task: asyncio.Task[Any]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+def _address(listen: str, port: int) -> str:
+    """The address with the port that was picked."""
+    return listen if listen.startswith("unix") else f"{listen.rpartition(':')[0]}:{port}"
+
+
+def _run(work: Coroutine[Any, Any, None]) -> None:
+    """On uvloop where it is installed: a tenth less of a call's time."""
+    try:
+        import uvloop
+    except ImportError:
+        asyncio.run(work)
+    else:
+        uvloop.run(work)

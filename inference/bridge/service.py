@@ -1,0 +1,143 @@
+"""The gRPC service: takes calls apart and puts answers together. `sessions` does the rest."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeVar
+
+import numpy as np
+
+from contracts.errors import TriplaneError
+from contracts.pb import bridge_pb2 as pb
+from contracts.pb import bridge_pb2_grpc as rpc
+from inference.bridge import record
+from inference.bridge.calls import Context, abort, owner_of
+from inference.bridge.connect import Connection
+from inference.bridge.errors import BadMessage
+from inference.bridge.sessions import Sessions
+from inference.errors import RequestTooLong, StaleVersion
+
+T = TypeVar("T")
+_VERSION_TRIES = 3
+
+
+def unary(
+    method: Callable[[Any, Any, Context], Awaitable[T]],
+) -> Callable[[Any, Any, Context], Awaitable[T]]:
+    """Wrap a unary method: turn errors into statuses."""
+
+    @functools.wraps(method)
+    async def answer(service: Any, request: Any, context: Context) -> T:
+        try:
+            return await method(service, request, context)
+        except TriplaneError as error:
+            await abort(context, error)
+
+    return answer
+
+
+def streaming(
+    method: Callable[[Any, Any, Context], AsyncIterator[T]],
+) -> Callable[[Any, Any, Context], AsyncIterator[T]]:
+    """Wrap a streaming method: turn errors into statuses."""
+
+    @functools.wraps(method)
+    async def answer(service: Any, request: Any, context: Context) -> AsyncIterator[T]:
+        try:
+            async for each in method(service, request, context):
+                yield each
+        except TriplaneError as error:
+            await abort(context, error)
+
+    return answer
+
+
+class BridgeService(rpc.BridgeServicer):
+    """See contracts/protos/bridge.proto."""
+
+    def __init__(self, sessions: Sessions) -> None:
+        self._sessions = sessions
+
+    @unary
+    async def Info(self, request: pb.InfoRequest, context: Context) -> pb.InfoReply:  # noqa: D102 (the protocol says it)
+        sessions = self._sessions
+        return pb.InfoReply(
+            versions=[await sessions.engine.version()],
+            vocabulary=sessions.limits.vocabulary,
+            context_tokens=sessions.limits.context_tokens,
+            credits=sessions.bounds.credits,
+            lease_s=sessions.bounds.lease_s,
+            max_episodes=sessions.bounds.max_episodes,
+        )
+
+    @unary
+    async def StartEpisode(self, request: pb.StartEpisodeRequest, context: Context) -> pb.EpisodeState:  # noqa: D102
+        return await self._sessions.start(owner_of(context), request)
+
+    @streaming
+    async def Step(self, request: pb.StepRequest, context: Context) -> AsyncIterator[pb.StepEvent]:  # noqa: D102
+        ready = asyncio.Event()
+        reader = self._sessions.step(owner_of(context), request, lambda _: ready.set())
+        try:
+            while not reader.done:
+                event = reader.take()
+                if event is not None:
+                    yield event
+                    continue
+                await ready.wait()
+                ready.clear()
+        finally:
+            self._sessions.leave(reader)
+
+    @streaming
+    async def EndEpisode(  # noqa: D102
+        self, request: pb.EndEpisodeRequest, context: Context
+    ) -> AsyncIterator[pb.EpisodeChunk]:
+        for chunk in record.chunks(self._sessions.end(owner_of(context), request)):
+            yield chunk
+
+    @streaming
+    async def Connect(self, request: AsyncIterator[pb.Command], context: Context) -> AsyncIterator[pb.Event]:  # noqa: D102
+        connection = Connection(self._sessions, owner_of(context), request)
+        try:
+            async for event in connection.events():
+                yield event
+        finally:
+            connection.close()
+
+    @unary
+    async def CancelStep(self, request: pb.StepName, context: Context) -> pb.EpisodeState:  # noqa: D102
+        return self._sessions.cancel(owner_of(context), request.episode_id, request.step)
+
+    @unary
+    async def GetEpisode(self, request: pb.EpisodeName, context: Context) -> pb.EpisodeState:  # noqa: D102
+        return self._sessions.state(owner_of(context), request.episode_id)
+
+    @unary
+    async def Renew(self, request: pb.RenewRequest, context: Context) -> pb.RenewReply:  # noqa: D102
+        return pb.RenewReply(lost=self._sessions.renew(owner_of(context), request.episode_ids))
+
+    @unary
+    async def Score(self, request: pb.ScoreRequest, context: Context) -> pb.ScoreReply:  # noqa: D102
+        sessions = self._sessions
+        temperature = request.temperature if request.HasField("temperature") else 1.0
+        if not 0 < temperature < float("inf"):
+            raise BadMessage(f"temperature={temperature}: must be a number above 0 to score")
+        tokens = sessions.limits.check_ids(request.ids, "ids")
+        if not tokens:
+            raise BadMessage("ids is empty: send at least one token")
+        if 0 < sessions.limits.context_tokens < tokens:
+            raise RequestTooLong(
+                f"ids has {tokens} tokens, the policy's context holds {sessions.limits.context_tokens}: shorten it"
+            )
+        ids = np.frombuffer(request.ids, "<i4").tolist()
+        for _ in range(_VERSION_TRIES):
+            before = await sessions.engine.version()
+            if request.version and request.version != before:
+                raise StaleVersion(f"version {request.version[:80]} is asked for, but {before} is served")
+            logprobs = await sessions.engine.score(ids, temperature)
+            if await sessions.engine.version() == before:
+                return pb.ScoreReply(logprobs=np.array(logprobs, "<f4").tobytes(), version=before)
+        raise StaleVersion("the policy served changed while scoring, again and again: ask again")

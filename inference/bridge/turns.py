@@ -1,0 +1,200 @@
+"""A turn that is sampled, and its readers.
+
+    engine.stream --pieces--> journal --> episode --wake--> subscriptions: each takes what is new to it, when it can
+
+A reader has a place in the turn and no queue: one that is slow takes larger chunks later. The turn does not depend on
+its readers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import aclosing
+
+import numpy as np
+
+from contracts.errors import TriplaneError
+from contracts.pb import bridge_pb2 as pb
+from inference.bridge.episode import TOKEN_BYTES, Episode, Turn
+from inference.bridge.errors import BridgeError, EpisodeExpired
+from inference.engines.base import Engine, Piece, SamplingParams
+from inference.errors import RequestTooLong, StaleVersion
+
+_log = logging.getLogger(__name__)
+
+
+class Subscription:
+    """One reader of a turn."""
+
+    __slots__ = ("_called", "_episode", "_step", "_turn", "_wake", "cursor", "done", "error")
+
+    def __init__(
+        self, episode: Episode, turn: Turn, step: int, cursor: int, wake: Callable[[Subscription], None]
+    ) -> None:
+        """cursor: policy tokens of the turn that the reader has. wake: called when there is something to take, once
+        until it is taken.
+        """
+        self._episode, self._turn, self._step, self._wake = episode, turn, step, wake
+        self.cursor = cursor
+        self.done = False
+        """Whether nothing is left to take."""
+        self.error: BridgeError | None = None
+        self._called = False
+
+    @property
+    def handle(self) -> int:
+        """Number of the episode."""
+        return self._episode.handle
+
+    def notify(self) -> None:
+        """Wake the reader if there is something to take."""
+        ready = self._turn.tokens > self.cursor or self._turn.finish is not None or self.error is not None
+        if ready and not self._called and not self.done:
+            self._called = True
+            self._wake(self)
+
+    def take(self) -> pb.StepEvent | None:
+        """All tokens that are new to this reader, or the end of the turn; None if it has to wait for `wake`.
+
+        Raises EpisodeExpired if the tokens are gone, and the error that stopped the turn without ending it.
+        """
+        turn, event = self._turn, pb.StepEvent(episode_id=self._episode.identity, step=self._step)
+        if self._episode.expired:
+            self.done = True
+            raise EpisodeExpired(
+                f"the lease of episode {self._episode.identity} ended before all of step {self._step} was read: renew"
+                " leases in time"
+            )
+        if turn.tokens > self.cursor:
+            event.tokens.CopyFrom(self._episode.tokens_of(turn, self.cursor))
+            self.cursor = turn.tokens
+        elif turn.finish is not None:
+            event.end.finish, event.end.tokens = turn.finish, turn.tokens  # type: ignore[assignment]
+            self.done = True
+        elif self.error is not None:
+            self.done = True
+            raise self.error
+        else:
+            self._called = False
+            return None
+        return event
+
+
+class Running:
+    """A turn that is being sampled, in a task of its own."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        episode: Episode,
+        context_tokens: int,
+        turn_s: float,
+        *,
+        add: Callable[[Running, list[tuple[str, bytes, bytes]]], None],
+        end: Callable[[Running, int], None],
+        fail: Callable[[Running, BridgeError], None],
+    ) -> None:
+        """context_tokens: longest context, 0 for unknown. turn_s: seconds after which the turn ends, 0 for none.
+
+        add: keeps tokens as (version, ids, logprobs). end: ends the turn as a pb.Finish. fail: stops it without an end.
+        """
+        self.episode, self.turn = episode, episode.turns[-1]
+        self.readers: set[Subscription] = set()
+        self.lost = False
+        """Whether the engine ended the completion because it was closed."""
+        self._engine, self._context = engine, context_tokens
+        self._add, self._end, self._fail = add, end, fail
+        self.task = asyncio.create_task(self._run(turn_s))
+
+    def stop(self) -> None:
+        """Stop sampling. The caller decides what the turn ends as."""
+        self.task.cancel()
+
+    def wake_readers(self) -> None:
+        """Wake all readers."""
+        for reader in self.readers:
+            reader.notify()
+
+    def _params(self) -> SamplingParams:
+        """Parameters for the rest of the turn: the random number of a token depends on (seed, position) alone."""
+        sampling = self.turn.sampling or self.episode.sampling
+        room = self._context - self.episode.tokens if self._context else 1 << 31
+        wanted = sampling.max_tokens - self.turn.tokens if sampling.max_tokens else room
+        return SamplingParams(sampling.temperature, min(wanted, room), sampling.seed, sampling.stop_token_ids)
+
+    async def _run(self, turn_s: float) -> None:
+        try:
+            async with asyncio.timeout(turn_s or None) as limit:
+                finish = await self._sample()
+        except BridgeError as error:  # of the journal: the tokens were not kept, so the turn can go on later
+            self._fail(self, error)
+            return
+        except StaleVersion:
+            finish = pb.STALE
+        except RequestTooLong:
+            finish = pb.CONTEXT
+        except TimeoutError as error:
+            finish = pb.DEADLINE if limit.expired() else self._engine_lost(error)
+        except Exception as error:  # noqa: BLE001 (told to the client as ENGINE_LOST, and logged)
+            finish = self._engine_lost(error)
+        try:
+            self._end(self, finish)
+        except BridgeError as error:
+            self._fail(self, error)
+
+    async def _sample(self) -> int:
+        """Sample to the end of the turn and return its pb.Finish."""
+        pinned = self.episode.version if self.episode.rule == pb.PINNED else None
+        params = self._params()
+        if params.max_tokens < 1:  # a turn that is resumed had all its tokens
+            return self._length()
+        if self.turn.tokens and self._last_token() in params.stop_token_ids:
+            return pb.STOP
+        prompt = np.frombuffer(bytes(self.episode.ids), "<i4")
+        async with aclosing(self._engine.stream(prompt, params)) as pieces:  # type: ignore[arg-type]
+            async for piece in pieces:
+                parts, stale = parts_of(piece, pinned)
+                if parts:
+                    self._add(self, parts)
+                if stale:
+                    return pb.STALE
+                if piece.finish_reason is not None:
+                    return self._finish_of(piece.finish_reason)
+        return self._engine_lost(EOFError("its stream ended without a finish reason"))
+
+    def _finish_of(self, reason: str) -> int:
+        if reason == "stop":
+            return pb.STOP
+        if reason == "length":
+            return self._length()
+        self.lost = True
+        return pb.ENGINE_LOST
+
+    def _length(self) -> int:
+        sampling = self.turn.sampling or self.episode.sampling
+        return pb.LENGTH if 0 < sampling.max_tokens <= self.turn.tokens else pb.CONTEXT
+
+    def _last_token(self) -> int:
+        return int.from_bytes(memoryview(self.episode.ids)[-TOKEN_BYTES:], "little", signed=True)
+
+    def _engine_lost(self, error: Exception) -> int:
+        known = isinstance(error, TriplaneError)
+        _log.error(
+            "episode %s: the engine is lost: %s", self.episode.identity, error, exc_info=None if known else error
+        )
+        return pb.ENGINE_LOST
+
+
+def parts_of(piece: Piece, pinned: str | None) -> tuple[list[tuple[str, bytes, bytes]], bool]:
+    """(version, ids, logprobs) of each span of a piece, up to the first that is not of `pinned`, and whether there was
+    one. pinned: a version; None takes all.
+    """
+    parts: list[tuple[str, bytes, bytes]] = []
+    for version, start, end in piece.spans:
+        if pinned is not None and version != pinned:
+            return parts, True
+        ids = piece.token_ids[start:end].astype("<i4", copy=False).tobytes()
+        parts.append((version, ids, piece.logprobs[start:end].astype("<f4", copy=False).tobytes()))
+    return parts, False
