@@ -117,7 +117,7 @@ class Client:
 
 def failure_of(error: grpc.aio.AioRpcError) -> tuple[str, str, str]:
     """Status, error name and message of a failed call."""
-    trailing = {key: value for key, value in error.trailing_metadata() or ()}
+    trailing = dict(error.trailing_metadata() or ())
     return error.code().name, str(trailing.get("triplane-error")), error.details() or ""
 
 

@@ -1,0 +1,170 @@
+"""The journal: what was appended is read again, a torn end is cut off, and disk use is bounded."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from contracts.pb import bridge_pb2 as pb
+from inference.bridge import replay
+from inference.bridge.checks import Limits, check_start
+from inference.bridge.episode import Episode
+from inference.bridge.errors import JournalError
+from inference.bridge.journal import Frame, Journal, frame, split
+from inference.bridge.replay import Kind
+from tests.bridge.bridge_harness import ids, new_id, start_request
+
+Said = tuple[int, int, bytes]
+
+
+def read(folder: Path) -> list[Said]:
+    journal = Journal(folder)
+    found = [(each.kind, each.handle, each.payload) for each in journal.read()]
+    journal.close()
+    return found
+
+
+def written(folder: Path, frames: list[Said]) -> None:
+    journal = Journal(folder)
+    list(journal.read())
+    for kind, handle, payload in frames:
+        journal.append(kind, handle, payload)
+    journal.close()
+
+
+def test_frames_are_read_in_order_over_several_openings(tmp_path: Path) -> None:
+    chance = random.Random(1)
+    frames = [(chance.randrange(255), chance.getrandbits(63), chance.randbytes(size)) for size in range(90)]
+    for part in range(3):
+        written(tmp_path, frames[part * 30 : part * 30 + 30])
+    assert read(tmp_path) == frames
+
+
+def test_torn_end_is_cut_at_every_length(tmp_path: Path) -> None:
+    frames = [(1, 1, b"first"), (2, 1, b""), (3, 2, b"third" * 3)]
+    data = b"".join(frame(*each) for each in frames)
+    ends = [end for _, end in split(data)]
+    for cut in range(len(data)):
+        folder = tmp_path / str(cut)
+        folder.mkdir()
+        (folder / "00000001.journal").write_bytes(data[:cut])
+        whole = sum(end <= cut for end in ends)
+        assert read(folder) == frames[:whole]
+        written(folder, [(9, 9, b"after")])
+        assert read(folder) == [*frames[:whole], (9, 9, b"after")], "new frames follow the cut"
+
+
+def test_flipped_bit_ends_the_segment(tmp_path: Path) -> None:
+    data = bytearray(frame(1, 1, b"first") + frame(2, 1, b"second"))
+    data[-1] ^= 1
+    (tmp_path / "00000001.journal").write_bytes(data)
+    assert read(tmp_path) == [(1, 1, b"first")]
+
+
+def test_second_process_is_refused(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    with pytest.raises(JournalError, match="another bridge uses the journal"):
+        Journal(tmp_path)
+    journal.close()
+    Journal(tmp_path).close()
+
+
+def test_full_disk_leaves_the_journal_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal, real = Journal(tmp_path), os.write
+    list(journal.read())
+    journal.append(1, 1, b"kept")
+
+    def half(fd: int, data: bytes) -> int:
+        if len(data) < 10:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(fd, memoryview(data)[:5])
+
+    monkeypatch.setattr("inference.bridge.journal.os.write", half)
+    with pytest.raises(JournalError, match="free some space"):
+        journal.append(1, 2, b"lost")
+    monkeypatch.undo()
+    journal.append(1, 3, b"kept too")
+    journal.close()
+    assert read(tmp_path) == [(1, 1, b"kept"), (1, 3, b"kept too")]
+
+
+def test_disk_use_stays_bounded_and_nothing_that_counts_is_lost(tmp_path: Path) -> None:
+    async def run() -> None:
+        journal, chance = Journal(tmp_path, segment_bytes=4096), random.Random(2)
+        list(journal.read())
+        syncing = asyncio.create_task(journal.sync())
+        counts: dict[int, bytes] = {}
+        most = 0
+        for handle in range(3000):
+            counts[handle] = chance.randbytes(100)
+            journal.append(1, handle, counts[handle])
+            if handle >= 10:  # one in a hundred is long-lived
+                old = handle - 10
+                if old % 100:
+                    journal.append(2, old)
+                    journal.forget(old)
+                    del counts[old]
+            journal.clean(lambda wanted: [frame(1, wanted, counts[wanted])])
+            if handle % 100 == 0:
+                await asyncio.sleep(0.06)
+                most = max(most, sum(path.stat().st_size for path in tmp_path.glob("*.journal")))
+        await asyncio.sleep(0.2)
+        syncing.cancel()
+        journal.close()
+        assert most < 60_000, "of 400,000 bytes that were written"
+        found: dict[int, bytes] = {}
+        for kind, handle, payload in read(tmp_path):
+            if kind == 2:
+                found.pop(handle, None)
+            else:
+                found[handle] = payload if kind == 1 else next(split(payload))[0].payload
+        assert found == counts
+
+    asyncio.run(run())
+
+
+def episode_of_two_turns() -> tuple[Episode, list[bytes]]:
+    """An episode, and the frames that made it."""
+    request = start_request(new_id(), group_id="g", labels={"task_id": "t"}, rule=pb.FOLLOW)
+    episode = Episode("owner", request, check_start(request, Limits(96, 256)), "v1", 60.0, 7)
+    frames = [frame(Kind.START, 7, replay.start_payload(episode, request))]
+    for step, observed in ((1, []), (2, [9, 10])):
+        message = pb.StepRequest(step=step, observation_ids=ids(observed))
+        if step == 2:
+            message.sampling.CopyFrom(pb.Sampling(temperature=0.5, max_tokens=3, seed=1 << 63, stop_token_ids=[3]))
+        frames.append(frame(Kind.TURN, 7, message.SerializeToString()))
+        for version in ("v1", "v2"):
+            frames.append(frame(Kind.TOKENS, 7, replay.tokens_payload(version, ids([step, 20]), ids([1, 2]))))
+        frames.append(frame(Kind.FINISH, 7, bytes([pb.STOP])))
+    ended = pb.EndEpisodeRequest(episode_id=request.episode_id, reward=0.5, components={"a": 1.0})
+    frames.append(frame(Kind.END, 7, ended.SerializeToString()))
+    (found,) = replay.replay(each for each, _ in split(b"".join(frames))).values()
+    return found, frames
+
+
+def test_snapshot_of_an_episode_says_what_its_frames_said() -> None:
+    episode, _ = episode_of_two_turns()
+    snapshot = Frame(Journal.SNAPSHOT, 7, b"".join(replay.snapshot(episode)))
+    (again,) = replay.replay([snapshot]).values()
+    assert [turn.spans for turn in episode.turns] == [[("v1", 0, 2), ("v2", 2, 4)]] * 2
+    for field in Episode.__slots__:
+        if field != "turns":
+            assert getattr(again, field) == getattr(episode, field), field
+    for before, after in zip(episode.turns, again.turns, strict=True):
+        for field in before.__slots__:
+            assert getattr(after, field) == getattr(before, field), field
+
+
+def test_snapshot_replaces_earlier_frames_and_later_ones_are_added() -> None:
+    episode, frames = episode_of_two_turns()
+    before = [each for each, _ in split(b"".join(frames))]
+    snapshot = Frame(Journal.SNAPSHOT, 7, b"".join(replay.snapshot(episode)))
+    (found,) = replay.replay([*before[:3], snapshot]).values()
+    assert found.tokens == episode.tokens and found.ended == episode.ended
+    assert not replay.replay([*before, snapshot, Frame(Kind.FORGET, 7, b"")])
+    assert not replay.replay(before[1:]), "frames without a start are of a forgotten episode"
