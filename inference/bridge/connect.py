@@ -67,18 +67,19 @@ class Connection:
     def _next(self) -> pb.Event | None:
         """The next event of a turn."""
         identity, reader = self._ready.popleft()
+        event = pb.Event(id=identity)
         try:
-            step = reader.take()
+            filled = reader.take(event.step)
         except TriplaneError as error:
             self._drop(reader)
             return _failure(identity, error)
-        if step is None:
+        if not filled:
             return None
         if reader.done:
             self._drop(reader)
         else:
             self._ready.append((identity, reader))
-        return pb.Event(id=identity, step=step)
+        return event
 
     def _drop(self, reader: Subscription) -> None:
         del self._readers[reader]

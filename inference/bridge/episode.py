@@ -122,21 +122,16 @@ class Episode:
         """The environment's tokens before a turn."""
         return bytes(memoryview(self.ids)[turn.begin * TOKEN_BYTES : turn.first * TOKEN_BYTES])
 
-    def tokens_of(self, turn: Turn, first: int) -> pb.Tokens:
-        """Policy tokens of a turn from place `first` to the newest."""
+    def fill_tokens(self, message: pb.Tokens, turn: Turn, first: int) -> None:
+        """Fill a message with the policy tokens of a turn from place `first` to the newest."""
         low, high = (turn.first + first) * TOKEN_BYTES, (turn.first + turn.tokens) * TOKEN_BYTES
         start, stop = (turn.logprob + first) * TOKEN_BYTES, (turn.logprob + turn.tokens) * TOKEN_BYTES
-        spans = [
-            pb.Span(version=version, first=max(begin, first), end=end)
-            for version, begin, end in turn.spans
-            if end > first
-        ]
-        return pb.Tokens(
-            first=first,
-            ids=bytes(memoryview(self.ids)[low:high]),
-            logprobs=bytes(memoryview(self.logprobs)[start:stop]),
-            spans=spans,
-        )
+        message.first = first
+        message.ids = bytes(memoryview(self.ids)[low:high])
+        message.logprobs = bytes(memoryview(self.logprobs)[start:stop])
+        for version, begin, end in turn.spans:
+            if end > first:
+                message.spans.add(version=version, first=max(begin, first), end=end)
 
     def transcript_digest(self) -> str:
         """SHA-256 of the ids of the whole context, as little-endian int32, in hex digits."""

@@ -3,9 +3,9 @@
     append -> write() before the caller goes on -> fsync of all that was written, every FSYNC_S seconds
 
 A frame is length, CRC-32, kind, handle and payload; a handle is the number of what the frame is about. Frames lie in
-segments, 00000001.journal and so on. Only the oldest segment is ever deleted, so that no frame outlives one that takes
-it back; a handle that keeps an old segment alone is moved to the newest one (`clean`). A torn frame at the end, left by
-a kill or a power failure, is cut off when the journal is opened.
+segments, 00000001.journal and so on, after MAGIC. Only the oldest segment is ever deleted, so that no frame outlives
+one that takes it back; a handle that keeps an old segment alone is moved to the newest one (`clean`). A torn frame at
+the end, left by a kill or a power failure, is cut off when the journal is opened.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ MOVED_AT_ONCE = 64
 """Handles that one call of `clean` moves, so that it takes milliseconds."""
 FSYNC_S = 0.05
 """Seconds between two fsyncs while frames are appended: what a power failure may take."""
+MAGIC = b"tpbridg1"
+"""First bytes of a segment; they change with the format."""
 _HEADER = struct.Struct("<IIBQ")
 _AFTER_CRC = struct.Struct("<BQ")
 _LONGEST = 1 << 30
@@ -176,9 +178,14 @@ class Journal:
     def _begin(self, number: int) -> None:
         """Begin a segment."""
         fd = os.open(self._path(number), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        try:
+            os.write(fd, MAGIC)
+        except OSError:
+            os.close(fd)
+            raise
         if self._fd >= 0:
             self._unsynced.append(self._fd)
-        self._fd, self._offset = fd, 0
+        self._fd, self._offset = fd, len(MAGIC)
         self._segments.append(number)
         directory = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -192,15 +199,18 @@ class Journal:
             data = path.read_bytes()
         except OSError as error:
             raise JournalError(f"the journal can't be read: {describe(error)}") from error
-        end = 0
-        for each, end in split(data):  # noqa: B007 (end is used below)
+        if data[: len(MAGIC)] != MAGIC[: len(data)]:
+            raise JournalError(f"{path} is not of this release's bridge: end its episodes with that, or move it away")
+        whole = min(len(MAGIC), len(data))
+        for each, end in split(data, whole):
             if each.kind == self.SNAPSHOT:
                 self.forget(each.handle)
             self._count(each.handle, number, _HEADER.size + len(each.payload))
+            whole = end
             yield each
-        if end < len(data):
-            _log.warning("%s: cut %d bytes of an unfinished frame", path, len(data) - end)
-            os.truncate(path, end)
+        if whole < len(data):
+            _log.warning("%s: cut %d bytes of an unfinished frame", path, len(data) - whole)
+            os.truncate(path, whole)
 
     def _path(self, number: int) -> Path:
         return self._directory / f"{number:08}.journal"
@@ -212,9 +222,8 @@ def frame(kind: int, handle: int, *parts: bytes) -> bytes:
     return _HEADER.pack(len(body), zlib.crc32(body), kind, handle) + body[_AFTER_CRC.size :]
 
 
-def split(data: bytes) -> Iterator[tuple[Frame, int]]:
-    """Whole frames at the start of `data`, each with the offset of its end."""
-    offset = 0
+def split(data: bytes, offset: int = 0) -> Iterator[tuple[Frame, int]]:
+    """Whole frames of `data` from `offset` on, each with the offset of its end."""
     while offset + _HEADER.size <= len(data):
         length, crc, kind, handle = _HEADER.unpack_from(data, offset)
         body = offset + _HEADER.size - _AFTER_CRC.size

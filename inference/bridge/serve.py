@@ -88,6 +88,11 @@ async def serving(engine: Engine, limits: Limits, options: Options) -> AsyncIter
     listening = options.listening
     listening.check()
     made = listening.made_key()
+    if made is not None and options.journal is not None:
+        raise ConfigError(
+            f"--journal at {listening.address} needs --key-file: a made key is another one after a restart, and each"
+            " key sees its own episodes only"
+        )
     keys = listening.keys() if made is None else (made.key.encode(),)
     async with contextlib.AsyncExitStack() as stack:
         journal = None if options.journal is None else Journal(options.journal)
@@ -96,7 +101,7 @@ async def serving(engine: Engine, limits: Limits, options: Options) -> AsyncIter
         sessions = Sessions(engine, limits, options.bounds, journal)
         stack.push_async_callback(sessions.close)
         server = grpc.aio.server(options=_SERVER_OPTIONS, interceptors=[KeyCheck(keys, _ADVICE)] if keys else [])
-        bridge_pb2_grpc.add_BridgeServicer_to_server(BridgeService(sessions), server)
+        bridge_pb2_grpc.add_BridgeServicer_to_server(BridgeService(sessions), server)  # type: ignore[no-untyped-call]
         probe = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(probe, server)
         reflection.enable_server_reflection([_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME], server)

@@ -82,8 +82,8 @@ class BridgeService(rpc.BridgeServicer):
         reader = self._sessions.step(owner_of(context), request, lambda _: ready.set())
         try:
             while not reader.done:
-                event = reader.take()
-                if event is not None:
+                event = pb.StepEvent()
+                if reader.take(event):
                     yield event
                     continue
                 await ready.wait()

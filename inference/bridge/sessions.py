@@ -12,7 +12,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from contracts.pb import bridge_pb2 as pb
@@ -170,8 +170,13 @@ class Sessions:
         self._renew(episode)
         return self._state(episode)
 
-    def renew(self, owner: str, episode_ids: Iterable[str]) -> list[str]:
-        """Prolong leases, and return the ids of those episodes that are not open any more, or never were."""
+    def renew(self, owner: str, episode_ids: Sequence[str]) -> list[str]:
+        """Prolong leases, and return the ids of those episodes that are not open any more, or never were.
+
+        Raises BadMessage for more ids than there can be episodes.
+        """
+        if len(episode_ids) > self.bounds.max_episodes:
+            raise BadMessage(f"{len(episode_ids)} episode_ids: at most {self.bounds.max_episodes} episodes are open")
         lost = []
         for episode_id in episode_ids:
             try:

@@ -55,12 +55,13 @@ class Subscription:
             self._called = True
             self._wake(self)
 
-    def take(self) -> pb.StepEvent | None:
-        """All tokens that are new to this reader, or the end of the turn; None if it has to wait for `wake`.
+    def take(self, event: pb.StepEvent) -> bool:
+        """Fill `event` with all tokens that are new to this reader, or the end of the turn. False: the reader has to
+        wait for `wake`.
 
         Raises EpisodeExpired if the tokens are gone, and the error that stopped the turn without ending it.
         """
-        turn, event = self._turn, pb.StepEvent(episode_id=self._episode.identity, step=self._step)
+        turn = self._turn
         if self._episode.expired:
             self.done = True
             raise EpisodeExpired(
@@ -68,7 +69,7 @@ class Subscription:
                 " leases in time"
             )
         if turn.tokens > self.cursor:
-            event.tokens.CopyFrom(self._episode.tokens_of(turn, self.cursor))
+            self._episode.fill_tokens(event.tokens, turn, self.cursor)
             self.cursor = turn.tokens
         elif turn.finish is not None:
             event.end.finish, event.end.tokens = turn.finish, turn.tokens  # type: ignore[assignment]
@@ -78,8 +79,9 @@ class Subscription:
             raise self.error
         else:
             self._called = False
-            return None
-        return event
+            return False
+        event.episode_id, event.step = self._episode.identity, self._step
+        return True
 
 
 class Running:
@@ -125,8 +127,12 @@ class Running:
         return SamplingParams(sampling.temperature, min(wanted, room), sampling.seed, sampling.stop_token_ids)
 
     async def _run(self, turn_s: float) -> None:
+        limit: asyncio.Timeout | None = None
         try:
-            async with asyncio.timeout(turn_s or None) as limit:
+            if turn_s:
+                async with asyncio.timeout(turn_s) as limit:
+                    finish = await self._sample()
+            else:
                 finish = await self._sample()
         except BridgeError as error:  # of the journal: the tokens were not kept, so the turn can go on later
             self._fail(self, error)
@@ -136,7 +142,7 @@ class Running:
         except RequestTooLong:
             finish = pb.CONTEXT
         except TimeoutError as error:
-            finish = pb.DEADLINE if limit.expired() else self._engine_lost(error)
+            finish = pb.DEADLINE if limit is not None and limit.expired() else self._engine_lost(error)
         except Exception as error:  # noqa: BLE001 (told to the client as ENGINE_LOST, and logged)
             finish = self._engine_lost(error)
         try:

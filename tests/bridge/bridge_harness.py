@@ -213,11 +213,13 @@ async def held_bridge(
 
 
 @contextlib.contextmanager
-def process(policy: Path, listen: str, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def process(
+    policy: Path, listen: str, *options: str, command: str = "bridge"
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """`python -m inference bridge` in a process of its own, and the address that it printed."""
-    command = [sys.executable, "-m", "inference", "bridge", "--policy", str(policy), "--listen", listen, *options]
+    words = [sys.executable, "-m", "inference", command, "--policy", str(policy), "--listen", listen, *options]
     env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
-    running = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    running = subprocess.Popen(words, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         assert running.stdout is not None and running.stderr is not None
         line = running.stdout.readline()

@@ -15,7 +15,7 @@ from inference.bridge import replay
 from inference.bridge.checks import Limits, check_start
 from inference.bridge.episode import Episode
 from inference.bridge.errors import JournalError
-from inference.bridge.journal import Frame, Journal, frame, split
+from inference.bridge.journal import MAGIC, Frame, Journal, frame, split
 from inference.bridge.replay import Kind
 from tests.bridge.bridge_harness import ids, new_id, start_request
 
@@ -47,8 +47,8 @@ def test_frames_are_read_in_order_over_several_openings(tmp_path: Path) -> None:
 
 def test_torn_end_is_cut_at_every_length(tmp_path: Path) -> None:
     frames = [(1, 1, b"first"), (2, 1, b""), (3, 2, b"third" * 3)]
-    data = b"".join(frame(*each) for each in frames)
-    ends = [end for _, end in split(data)]
+    data = MAGIC + b"".join(frame(*each) for each in frames)
+    ends = [end for _, end in split(data, len(MAGIC))]
     for cut in range(len(data)):
         folder = tmp_path / str(cut)
         folder.mkdir()
@@ -60,10 +60,16 @@ def test_torn_end_is_cut_at_every_length(tmp_path: Path) -> None:
 
 
 def test_flipped_bit_ends_the_segment(tmp_path: Path) -> None:
-    data = bytearray(frame(1, 1, b"first") + frame(2, 1, b"second"))
+    data = bytearray(MAGIC + frame(1, 1, b"first") + frame(2, 1, b"second"))
     data[-1] ^= 1
     (tmp_path / "00000001.journal").write_bytes(data)
     assert read(tmp_path) == [(1, 1, b"first")]
+
+
+def test_journal_of_another_format_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "00000001.journal").write_bytes(b"tpbridg0" + frame(1, 1, b"first"))
+    with pytest.raises(JournalError, match="not of this release"):
+        read(tmp_path)
 
 
 def test_second_process_is_refused(tmp_path: Path) -> None:

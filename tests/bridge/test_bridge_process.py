@@ -180,6 +180,29 @@ def test_sigterm_lets_turns_end_and_ctrl_c_does_not_wait(policy: Path, tmp_path:
     assert Journal(tmp_path / "journal").read(), "nobody holds it"
 
 
+def test_bridge_of_an_engine_server_gives_the_same_tokens(policy: Path, tmp_path: Path) -> None:
+    async def run(address: str) -> None:
+        async with grpc.aio.insecure_channel(address) as channel:
+            client, name = Client(channel), new_id()
+            await client.start(start_request(name))
+            turned = await client.step(name, 1)
+            assert (turned.tokens, turned.logprobs) == await sampled(policy, PROMPT, 24)
+            assert turned.spans == [("v1", 0, 24)] and turned.finish == pb.LENGTH
+
+    with process(policy, "127.0.0.1:0", "--version", "v1", command="serve") as (serving, url):
+        with process(policy, f"unix:{tmp_path / 'b.sock'}", "--version", "v1", "--engine-url", url) as (_, address):
+            asyncio.run(run(address))
+            serving.kill()
+            serving.wait()
+
+            async def lost() -> None:
+                async with grpc.aio.insecure_channel(address) as channel:
+                    async with refused("UNAVAILABLE", "EngineUnreachable"):
+                        await Client(channel).start(start_request(new_id()))
+
+            asyncio.run(lost())
+
+
 def test_port_makes_and_prints_a_key(policy: Path, tmp_path: Path) -> None:
     async def run(address: str, key: str) -> None:
         async with grpc.aio.insecure_channel(address) as channel:
@@ -203,6 +226,7 @@ def test_port_makes_and_prints_a_key(policy: Path, tmp_path: Path) -> None:
         (["--listen", "nowhere"], "--listen 'nowhere' is not an address"),
         (["--listen", "0.0.0.0:1"], "can be reached from other machines"),
         (["--key-file", "/nowhere"], "/nowhere"),
+        (["--listen", "127.0.0.1:0"], "needs --key-file: a made key is another one after a restart"),
     ],
 )
 def test_wrong_options_end_in_one_line(
@@ -214,7 +238,7 @@ def test_wrong_options_end_in_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     given = {"--policy": str(policy), "--listen": f"unix:{tmp_path / 'b.sock'}", "--store": str(tmp_path)}
-    given |= dict([options])
+    given |= {"--journal": str(tmp_path / "journal")} | dict([options])
     monkeypatch.setattr(sys, "argv", ["inference", "bridge", *(part for pair in given.items() for part in pair)])
     with pytest.raises(SystemExit) as ended:
         main()
