@@ -6,9 +6,12 @@ import struct
 from collections.abc import Iterable, Iterator
 from enum import IntEnum
 
+from google.protobuf.message import DecodeError
+
 from contracts.pb import bridge_pb2 as pb
 from inference.bridge.checks import Limits, Sampling, sampling_of
 from inference.bridge.episode import TOKEN_BYTES, Episode, Turn
+from inference.bridge.errors import JournalError
 from inference.bridge.journal import Frame, Journal, frame, split
 
 _START = struct.Struct("<HHd32s")
@@ -76,7 +79,17 @@ def snapshot(episode: Episode) -> Iterator[bytes]:
 
 
 def replay(frames: Iterable[Frame]) -> dict[int, Episode]:
-    """Episodes that the frames of a journal tell of, by handle. Frames of forgotten handles are skipped."""
+    """Episodes that the frames of a journal tell of, by handle. Frames of forgotten handles are skipped.
+
+    Raises JournalError for frames that are whole and make no sense.
+    """
+    try:
+        return _replay(frames)
+    except (struct.error, DecodeError, UnicodeDecodeError, IndexError) as error:
+        raise JournalError(f"the journal has a frame that can't be read ({error}): move it away") from error
+
+
+def _replay(frames: Iterable[Frame]) -> dict[int, Episode]:
     found: dict[int, Episode] = {}
     for each in frames:
         if each.kind == Journal.SNAPSHOT:

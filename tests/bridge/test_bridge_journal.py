@@ -174,3 +174,9 @@ def test_snapshot_replaces_earlier_frames_and_later_ones_are_added() -> None:
     assert found.tokens == episode.tokens and found.ended == episode.ended
     assert not replay.replay([*before, snapshot, Frame(Kind.FORGET, 7, b"")])
     assert not replay.replay(before[1:]), "frames without a start are of a forgotten episode"
+
+
+@pytest.mark.parametrize("payload", [b"", b"123", b"\xff" * 60])
+def test_whole_frame_that_makes_no_sense_is_an_error(payload: bytes) -> None:
+    with pytest.raises(JournalError, match="can't be read"):
+        replay.replay([Frame(Kind.START, 1, payload)])

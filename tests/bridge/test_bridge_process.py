@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import signal
 import subprocess
 import sys
@@ -120,6 +121,40 @@ def test_turn_cut_at_any_token_continues_as_if_undisturbed(policy: Path, tmp_pat
                 assert (turned.tokens, turned.logprobs) == expected and turned.finish == pb.LENGTH
                 await client.end(name)
             assert bridge.sessions.open == 0
+
+    asyncio.run(run())
+
+
+def test_full_disk_stops_a_turn_and_loses_nothing(
+    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(fd: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    async def run() -> None:
+        async with held_bridge(policy, tmp_path, 5, journal=tmp_path / "journal") as (client, bridge, engine):
+            name, turned = new_id(), Turned()
+            await client.start(start_request(name))
+            call = client.step_call(name, 1)
+            while len(turned.tokens) < 5:
+                turned.add(await anext(aiter(call)))
+            with monkeypatch.context() as patched:
+                patched.setattr("inference.bridge.journal.os.write", full)
+                engine.go_on.set()
+                async with refused("UNAVAILABLE", "JournalError", "free some space"):
+                    async for event in call:
+                        turned.add(event)
+                async with refused("UNAVAILABLE", "JournalError", "free some space"):
+                    await client.start(start_request(new_id()))
+                async with refused("UNAVAILABLE", "JournalError", "free some space"):
+                    await client.cancel(name, 1)
+                assert len(turned.tokens) == 5 and (await client.state(name)).phase == "stepping"
+            assert (bridge.sessions.open, bridge.sessions.running) == (1, 0)
+            async for event in client.step_call(name, 1, from_token=5):
+                turned.add(event)
+            assert (turned.tokens, turned.logprobs) == await sampled(policy, PROMPT, 24)
+        async with builtin_bridge(policy, tmp_path, journal=tmp_path / "journal") as (client, _, _):
+            assert vars(await client.step(name, 1)) == vars(turned)
 
     asyncio.run(run())
 
