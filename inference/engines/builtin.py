@@ -34,7 +34,7 @@ SWITCH_INTERVAL_S = 0.0002
 waits. The default of 5 ms may occur once per operation of a forward pass: with a half-busy event loop a workload of 8 s
 took 30 s.
 """
-PIECE_S = 0.005
+PIECE_S = 0.02
 """Shortest time between two deliveries of tokens to streams, in seconds. Each costs the event loop a wake-up for every
 stream.
 """

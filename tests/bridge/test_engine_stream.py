@@ -61,7 +61,7 @@ def test_pieces_of_a_stream_are_the_completion(policies: list[Path]) -> None:
         expected = [await engine.generate(*each) for each in wanted]
         found = await asyncio.gather(*(pieces_of(engine, *each) for each in wanted))
         assert [whole(pieces) for pieces in found] == expected
-        assert max(map(len, found)) > 2, "tokens come before the end"
+        assert max(map(len, found)) > 1, "tokens come before the end"
         await engine.close()
 
     asyncio.run(run())
@@ -73,7 +73,7 @@ def test_pieces_after_a_reload_have_the_new_version(policies: list[Path]) -> Non
         async with aclosing(engine.stream([5, 6, 7], SamplingParams(1.0, 200, 3))) as stream:
             async for piece in stream:
                 pieces.append(piece)
-                if len(pieces) == 2:
+                if len(pieces) == 1:
                     await engine.load_weights(policies[1], "v2")
         spans = whole(pieces).spans
         assert [version for version, _, _ in spans] == ["v1", "v2"] and spans[-1][2] == 200
