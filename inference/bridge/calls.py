@@ -31,17 +31,20 @@ _CODES: tuple[tuple[type[TriplaneError], grpc.StatusCode], ...] = (
     (inference_errors.EngineUnreachable, _Code.UNAVAILABLE),
     (inference_errors.EngineError, _Code.INVALID_ARGUMENT),
 )
+_CERTIFICATE = ("x509_common_name", "x509_subject_alternative_name")
+"""Names in a certificate, as gRPC gives them. They stay when a certificate is renewed."""
 _MAX_WORDS = 2000
 """Longest message of a status, in characters: gRPC sends it in a header of limited size."""
 
 
 def owner_of(context: Context) -> str:
-    """Name of who sees the episodes of a call: its key, else its client certificate, else empty."""
+    """Name of who sees the episodes of a call: its key, else the names in its client certificate, else empty."""
     name = caller.key()
     if name:
         return name
-    identities = context.peer_identities()
-    return hashlib.sha256(b"\0".join(identities)).hexdigest()[:12] if identities else ""
+    about = context.auth_context()
+    names = [each for field in _CERTIFICATE for each in about.get(field, ())]
+    return hashlib.sha256(b"\0".join(names)).hexdigest()[:12] if names else ""
 
 
 def code_of(error: TriplaneError) -> grpc.StatusCode:
