@@ -1,11 +1,13 @@
-"""Errors of the bridge as gRPC statuses, and whose call is answered."""
+"""Errors of the bridge as gRPC statuses, bytes that are no message, and whose call is answered."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Awaitable, Callable
 from typing import Any, NoReturn
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from contracts.errors import TriplaneError
 from contracts.rpc import caller
@@ -61,3 +63,35 @@ async def abort(context: Context, error: TriplaneError) -> NoReturn:
     """End a call with the status and the class name of an error."""
     await context.abort(code_of(error), words_of(error), ((ERROR_NAME, type(error).__name__),))
     raise error
+
+
+class Unreadable(grpc.aio.ServerInterceptor):
+    """Interceptor that hands on None for bytes that are no message of the method, so that it can name the error.
+
+    gRPC itself would answer UNKNOWN and log a trace.
+    """
+
+    async def intercept_service(
+        self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], details: grpc.HandlerCallDetails
+    ) -> Any:
+        """See grpc.aio.ServerInterceptor."""
+        handler = await continuation(details)
+        if handler is None or handler.request_deserializer is None:
+            return handler
+        return handler._replace(request_deserializer=_lenient(handler.request_deserializer))
+
+
+def check_read(message: Any) -> None:
+    """Raise BadMessage for what `Unreadable` hands on."""
+    if message is None:
+        raise errors.BadMessage("the bytes are no message of this method: is the client of another protocol?")
+
+
+def _lenient(read: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    def message(data: bytes) -> Any:
+        try:
+            return read(data)
+        except DecodeError:
+            return None
+
+    return message

@@ -17,7 +17,7 @@ from functools import partial
 from contracts.errors import TriplaneError
 from contracts.pb import bridge_pb2 as pb
 from inference.bridge import record
-from inference.bridge.calls import code_of, words_of
+from inference.bridge.calls import check_read, code_of, words_of
 from inference.bridge.errors import BadMessage, TooManySteps
 from inference.bridge.sessions import Sessions
 from inference.bridge.turns import Subscription
@@ -86,15 +86,17 @@ class Connection:
         self._sessions.leave(reader)
 
     async def _read(self) -> None:
+        command: pb.Command | None
         try:
             async for command in self._commands:
                 while len(self._answers) >= MAX_ANSWERS:
                     self._room.clear()
                     await self._room.wait()
                 try:
+                    check_read(command)
                     await self._obey(command)
                 except TriplaneError as error:
-                    self._answer(iter((_failure(command.id, error),)))
+                    self._answer(iter((_failure(0 if command is None else command.id, error),)))
         finally:
             self._wake.set()
 

@@ -30,6 +30,7 @@ from contracts.pb import bridge_pb2, bridge_pb2_grpc
 from contracts.rpc.connecting import MESSAGE_BYTES, prefer_short_round_trips
 from contracts.rpc.keys import KeyCheck
 from contracts.rpc.listening import Listening
+from inference.bridge.calls import Unreadable
 from inference.bridge.checks import Limits
 from inference.bridge.journal import Journal
 from inference.bridge.service import BridgeService
@@ -100,7 +101,8 @@ async def serving(engine: Engine, limits: Limits, options: Options) -> AsyncIter
             stack.callback(journal.close)
         sessions = Sessions(engine, limits, options.bounds, journal)
         stack.push_async_callback(sessions.close)
-        server = grpc.aio.server(options=_SERVER_OPTIONS, interceptors=[KeyCheck(keys, _ADVICE)] if keys else [])
+        checks: list[grpc.aio.ServerInterceptor] = [KeyCheck(keys, _ADVICE)] if keys else []
+        server = grpc.aio.server(options=_SERVER_OPTIONS, interceptors=[*checks, Unreadable()])
         bridge_pb2_grpc.add_BridgeServicer_to_server(BridgeService(sessions), server)  # type: ignore[no-untyped-call]
         probe = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(probe, server)

@@ -13,7 +13,7 @@ from contracts.errors import TriplaneError
 from contracts.pb import bridge_pb2 as pb
 from contracts.pb import bridge_pb2_grpc as rpc
 from inference.bridge import record
-from inference.bridge.calls import Context, abort, owner_of
+from inference.bridge.calls import Context, abort, check_read, owner_of
 from inference.bridge.connect import Connection
 from inference.bridge.errors import BadMessage
 from inference.bridge.sessions import Sessions
@@ -31,6 +31,7 @@ def unary(
     @functools.wraps(method)
     async def answer(service: Any, request: Any, context: Context) -> T:
         try:
+            check_read(request)
             return await method(service, request, context)
         except TriplaneError as error:
             await abort(context, error)
@@ -46,6 +47,7 @@ def streaming(
     @functools.wraps(method)
     async def answer(service: Any, request: Any, context: Context) -> AsyncIterator[T]:
         try:
+            check_read(request)
             async for each in method(service, request, context):
                 yield each
         except TriplaneError as error:

@@ -175,6 +175,27 @@ def test_bad_messages_are_refused_by_name_and_lose_nothing(policy: Path, tmp_pat
     asyncio.run(run())
 
 
+def test_bytes_that_are_no_message_are_refused_by_name(policy: Path, tmp_path: Path) -> None:
+    async def run() -> None:
+        async with builtin_bridge(policy, tmp_path, keys=[KEY]) as (client, bridge, _):
+            async with grpc.aio.insecure_channel(bridge.address) as channel:
+                service, rubbish = "/triplane.bridge.v1.Bridge/", b"\xff" * 9
+                async with refused("INVALID_ARGUMENT", "BadMessage", "no message of this method"):
+                    await channel.unary_unary(service + "StartEpisode")(rubbish, metadata=client.metadata)
+                async with refused("INVALID_ARGUMENT", "BadMessage", "no message of this method"):
+                    async for _ in channel.unary_stream(service + "Step")(rubbish, metadata=client.metadata):
+                        pass
+                stream = channel.stream_stream(service + "Connect")(metadata=client.metadata)
+                await stream.write(rubbish)
+                renew = pb.Command(id=3, renew=pb.RenewRequest(episode_ids=["x"]))
+                await stream.write(renew.SerializeToString())
+                events = [pb.Event.FromString(await stream.read()) for _ in range(3)]
+                assert events[0].credits and (events[1].failure.code, events[1].failure.error) == (3, "BadMessage")
+                assert (events[2].id, list(events[2].renewed.lost)) == (3, ["x"])
+
+    asyncio.run(run())
+
+
 def test_wrong_steps_name_the_step_expected(policy: Path, tmp_path: Path) -> None:
     async def run() -> None:
         async with held_bridge(policy, tmp_path, 3) as (client, _, engine):
