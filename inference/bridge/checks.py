@@ -15,6 +15,8 @@ from inference.errors import RequestTooLong
 
 _EPISODE_ID = re.compile(r"[0-9a-zA-Z_-]{16,64}")
 _GROUP_ID = re.compile(r"[0-9a-zA-Z_-]{0,64}")
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 1e3
+"""Bounds of a temperature that is not 0."""
 _MAX_STOPS = 64
 _MAX_LABELS = 4096
 """Longest labels of an episode, or components of its reward, in bytes of all keys and values."""
@@ -66,8 +68,8 @@ class Sampling:
 def sampling_of(message: pb.Sampling, limits: Limits) -> Sampling:
     """Sampling parameters of a message. Raises BadMessage."""
     temperature = message.temperature if message.HasField("temperature") else 1.0
-    if not (math.isfinite(temperature) and temperature >= 0):
-        raise BadMessage(f"sampling.temperature={temperature}: must be a number of 0 (greedy) or more")
+    if temperature != 0:
+        check_temperature(temperature, "sampling.temperature")
     if message.max_tokens < 0:
         raise BadMessage(f"sampling.max_tokens={message.max_tokens}: must be 0 (what the context holds) or more")
     stops = tuple(message.stop_token_ids)
@@ -76,6 +78,14 @@ def sampling_of(message: pb.Sampling, limits: Limits) -> Sampling:
     if stops:
         limits.check_ids(np.array(stops, "<i4").tobytes(), "sampling.stop_token_ids")
     return Sampling(temperature, message.max_tokens, message.seed, stops)
+
+
+def check_temperature(temperature: float, field: str) -> None:
+    """Raise BadMessage for a temperature by which logits can't be divided."""
+    if not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
+        raise BadMessage(
+            f"{field}={temperature:g}: must be from {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}, or 0 to sample greedily"
+        )
 
 
 def check_episode_id(episode_id: str) -> None:

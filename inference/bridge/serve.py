@@ -24,7 +24,6 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc  # type: ignore[import-untyped, unused-ignore]
 from grpc_reflection.v1alpha import reflection  # type: ignore[import-untyped, unused-ignore]
 
-from contracts.architectures import Architecture
 from contracts.errors import ConfigError, describe
 from contracts.pb import bridge_pb2, bridge_pb2_grpc
 from contracts.rpc.connecting import MESSAGE_BYTES, prefer_short_round_trips
@@ -134,15 +133,18 @@ def serve(directory: Path, version: str, options: Options) -> None:
 
 
 def limits_of(directory: Path) -> Limits:
-    """Vocabulary and context of a checkpoint. Raises ConfigError, SchemaError."""
+    """Vocabulary and context of a checkpoint, of any family. Raises ConfigError."""
     try:
         config = json.loads((directory / "config.json").read_bytes())
     except OSError as error:
         raise ConfigError(f"--policy {directory} is no checkpoint: {describe(error)}") from error
     except ValueError as error:
         raise ConfigError(f"--policy {directory}: config.json is not JSON: {error}") from error
-    shape = Architecture.from_config(config)
-    return Limits(shape.vocabulary, shape.max_positions)
+    shape = config.get("text_config", config)  # where a model has other parts beside its language model
+    try:
+        return Limits(int(shape["vocab_size"]), int(shape["max_position_embeddings"]))
+    except KeyError as error:
+        raise ConfigError(f"--policy {directory}: config.json has no {error}: is it a language model?") from error
 
 
 async def _serve(directory: Path, version: str, limits: Limits, options: Options) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from contracts.errors import TriplaneError
 from contracts.pb import bridge_pb2 as pb
 from contracts.pb import bridge_pb2_grpc as rpc
-from inference.bridge import record
+from inference.bridge import checks, record
 from inference.bridge.calls import Context, abort, check_read, owner_of
 from inference.bridge.connect import Connection
 from inference.bridge.errors import BadMessage
@@ -125,8 +125,7 @@ class BridgeService(rpc.BridgeServicer):
     async def Score(self, request: pb.ScoreRequest, context: Context) -> pb.ScoreReply:  # noqa: D102
         sessions = self._sessions
         temperature = request.temperature if request.HasField("temperature") else 1.0
-        if not 0 < temperature < float("inf"):
-            raise BadMessage(f"temperature={temperature}: must be a number above 0 to score")
+        checks.check_temperature(temperature, "temperature")
         tokens = sessions.limits.check_ids(request.ids, "ids")
         if not tokens:
             raise BadMessage("ids is empty: send at least one token")

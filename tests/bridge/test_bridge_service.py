@@ -126,6 +126,7 @@ def test_bad_messages_are_refused_by_name_and_lose_nothing(policy: Path, tmp_pat
         ({"lease_s": math.nan}, "BadMessage", "lease_s=nan"),
         ({"labels": {"k": "v" * 5000}}, "BadMessage", "labels have 5001 characters"),
         ({"sampling": pb.Sampling(temperature=-0.1)}, "BadMessage", "sampling.temperature=-0.1"),
+        ({"sampling": pb.Sampling(temperature=1e-40)}, "BadMessage", "sampling.temperature=9.99995e-41"),
         ({"sampling": pb.Sampling(temperature=math.nan)}, "BadMessage", "sampling.temperature=nan"),
         ({"sampling": pb.Sampling(temperature=math.inf)}, "BadMessage", "sampling.temperature=inf"),
         ({"sampling": pb.Sampling(max_tokens=-1)}, "BadMessage", "sampling.max_tokens=-1"),
@@ -139,7 +140,11 @@ def test_bad_messages_are_refused_by_name_and_lose_nothing(policy: Path, tmp_pat
         ({"from_token": -1}, "BadMessage", "from_token=-1"),
         ({"from_token": 1}, "BadMessage", "from_token=1"),
         ({"turn_s": -1.0}, "BadMessage", "turn_s=-1.0"),
-        ({"sampling": pb.Sampling(temperature=-1)}, "BadMessage", "sampling.temperature=-1.0"),
+        (
+            {"sampling": pb.Sampling(temperature=-1)},
+            "BadMessage",
+            "temperature=-1: must be from 0.001 to 1000",
+        ),
     ]
 
     async def run() -> None:
@@ -504,6 +509,31 @@ def test_leases_end_unless_something_is_asked_or_waited_for(policy: Path, tmp_pa
             engine.go_on.set()
             assert (await waiting).finish == pb.LENGTH
             assert (await client.start(start_request(idle))).phase == "expired", "a start says so too"
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("durable", [False, True])
+def test_draining_bridge_starts_nothing_and_lets_turns_end(policy: Path, tmp_path: Path, durable: bool) -> None:
+    async def run() -> None:
+        journal = tmp_path / "journal" if durable else None
+        async with held_bridge(policy, tmp_path, 5, journal=journal) as (client, bridge, engine):
+            name = new_id()
+            await client.start(start_request(name))
+            call = client.step_call(name, 1)
+            await anext(aiter(call))
+            bridge.sessions.draining = True
+            async with refused("UNAVAILABLE", "Draining", "use another one"):
+                await client.start(start_request(new_id()))
+            assert (await client.start(start_request(name))).steps == 1, "it was started before"
+            engine.go_on.set()
+            assert (await client.step(name, 1)).finish == pb.LENGTH
+            if durable:
+                async with refused("UNAVAILABLE", "Draining", "its successor has this episode"):
+                    await client.step(name, 2, [3])
+            else:
+                assert (await client.step(name, 2, [3])).finish == pb.LENGTH
+            await client.end(name)
 
     asyncio.run(run())
 
