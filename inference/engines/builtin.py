@@ -38,6 +38,8 @@ PIECE_S = 0.02
 """Shortest time between two deliveries of tokens to streams, in seconds. Each costs the event loop a wake-up for every
 stream.
 """
+MIN_TEMPERATURE = 1e-6
+"""Lowest temperature above 0. Logits that are divided by much less overflow, and their distribution has no numbers."""
 _SCORE = SamplingParams(temperature=1.0, max_tokens=1, seed=0)
 
 
@@ -96,10 +98,10 @@ class BuiltinEngine:
 
     def _check_request(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
         """Raise EngineError or RequestTooLong for a request that can't be served."""
-        if params.max_tokens < 1 or params.temperature < 0:
-            raise EngineError(
-                f"max_tokens is {params.max_tokens} and temperature {params.temperature}: at least 1 and 0 are required"
-            )
+        if params.max_tokens < 1:
+            raise EngineError(f"max_tokens is {params.max_tokens}: at least 1 is required")
+        if params.temperature != 0:
+            _check_temperature(params.temperature)
         if params.routing_from is not None and not self._architecture.experts:
             raise EngineError(
                 f"routing is requested, but the policy is a dense {self._architecture.family} model: set"
@@ -113,8 +115,7 @@ class BuiltinEngine:
 
     async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> list[float]:
         """See Engine.score."""
-        if temperature <= 0:
-            raise EngineError(f"temperature is {temperature}: scoring requires a value above 0")
+        _check_temperature(temperature)
         if len(token_ids) > self._architecture.max_positions:
             raise RequestTooLong(
                 f"{len(token_ids)} tokens to score, the policy's context holds {self._architecture.max_positions}:"
@@ -243,6 +244,13 @@ class BuiltinEngine:
         while self._reloads:
             _, _, loop, done = self._reloads.popleft()
             _call(loop, _reject, done, error)
+
+
+def _check_temperature(temperature: float) -> None:
+    if not temperature >= MIN_TEMPERATURE:  # nor NaN
+        raise EngineError(
+            f"temperature is {temperature}: it must be at least {MIN_TEMPERATURE:g}, or 0 to sample greedily"
+        )
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: Any, *arguments: Any) -> None:

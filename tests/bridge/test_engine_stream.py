@@ -125,6 +125,22 @@ def test_stream_refuses_what_generate_refuses_and_routing(policies: list[Path]) 
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("temperature", [1e-40, -1.0, float("nan")])
+def test_temperature_without_a_distribution_is_refused_and_the_engine_lives(
+    policies: list[Path], temperature: float
+) -> None:
+    async def run() -> None:
+        engine = BuiltinEngine(policies[0], "v1", threads=1)
+        params = SamplingParams(temperature, 4, 3)
+        for call in (engine.generate([5], params), pieces_of(engine, [5], params), engine.score([5, 6], temperature)):
+            with pytest.raises(EngineError, match="temperature is"):
+                await call
+        assert len((await engine.generate([5], SamplingParams(1e-6, 4, 3))).token_ids) == 4
+        await engine.close()
+
+    asyncio.run(run())
+
+
 def test_engine_without_streaming_yields_its_completion_as_one_piece(policies: list[Path]) -> None:
     class Whole(OpenAIEngine):
         async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
