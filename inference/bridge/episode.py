@@ -10,6 +10,8 @@ from inference.bridge.checks import Sampling
 
 TOKEN_BYTES: Final = 4
 """Bytes of a token id (int32) and of a logprob (float32)."""
+MESSAGE_TOKENS: Final = 16_384
+"""Most tokens of one message, so that a client that reads nothing holds little."""
 
 
 class Turn:
@@ -122,16 +124,20 @@ class Episode:
         """The environment's tokens before a turn."""
         return bytes(memoryview(self.ids)[turn.begin * TOKEN_BYTES : turn.first * TOKEN_BYTES])
 
-    def fill_tokens(self, message: pb.Tokens, turn: Turn, first: int) -> None:
-        """Fill a message with the policy tokens of a turn from place `first` to the newest."""
-        low, high = (turn.first + first) * TOKEN_BYTES, (turn.first + turn.tokens) * TOKEN_BYTES
-        start, stop = (turn.logprob + first) * TOKEN_BYTES, (turn.logprob + turn.tokens) * TOKEN_BYTES
+    def fill_tokens(self, message: pb.Tokens, turn: Turn, first: int) -> int:
+        """Fill a message with the policy tokens of a turn from place `first` to the newest, or as many as one message
+        takes, and return the place after them.
+        """
+        last = min(turn.tokens, first + MESSAGE_TOKENS)
+        low, high = (turn.first + first) * TOKEN_BYTES, (turn.first + last) * TOKEN_BYTES
+        start, stop = (turn.logprob + first) * TOKEN_BYTES, (turn.logprob + last) * TOKEN_BYTES
         message.first = first
         message.ids = bytes(memoryview(self.ids)[low:high])
         message.logprobs = bytes(memoryview(self.logprobs)[start:stop])
         for version, begin, end in turn.spans:
-            if end > first:
-                message.spans.add(version=version, first=max(begin, first), end=end)
+            if begin < last and end > first:
+                message.spans.add(version=version, first=max(begin, first), end=min(end, last))
+        return last
 
     def transcript_digest(self) -> str:
         """SHA-256 of the ids of the whole context, as little-endian int32, in hex digits."""

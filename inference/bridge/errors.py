@@ -48,7 +48,7 @@ class TooManyEpisodes(BridgeError):
 
 
 class TooManySteps(BridgeError):
-    """More steps run on one stream than its credits allow."""
+    """More steps run on one stream, or in Step calls of one key, than are allowed."""
 
 
 class Draining(BridgeError):

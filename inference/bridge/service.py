@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -15,7 +16,7 @@ from contracts.pb import bridge_pb2_grpc as rpc
 from inference.bridge import checks, record
 from inference.bridge.calls import Context, abort, check_read, owner_of
 from inference.bridge.connect import Connection
-from inference.bridge.errors import BadMessage
+from inference.bridge.errors import BadMessage, TooManySteps
 from inference.bridge.sessions import Sessions
 from inference.errors import RequestTooLong, StaleVersion
 
@@ -61,6 +62,8 @@ class BridgeService(rpc.BridgeServicer):
 
     def __init__(self, sessions: Sessions) -> None:
         self._sessions = sessions
+        self._stepping: Counter[str] = Counter()
+        """Open Step calls by owner."""
 
     @unary
     async def Info(self, request: pb.InfoRequest, context: Context) -> pb.InfoReply:  # noqa: D102 (the protocol says it)
@@ -80,8 +83,11 @@ class BridgeService(rpc.BridgeServicer):
 
     @streaming
     async def Step(self, request: pb.StepRequest, context: Context) -> AsyncIterator[pb.StepEvent]:  # noqa: D102
-        ready = asyncio.Event()
-        reader = self._sessions.step(owner_of(context), request, lambda _: ready.set())
+        ready, owner = asyncio.Event(), owner_of(context)
+        if self._stepping[owner] >= self._sessions.bounds.credits:
+            raise TooManySteps(f"{self._stepping[owner]} Step calls of this key are open: wait for one, or use Connect")
+        reader = self._sessions.step(owner, request, lambda _: ready.set())
+        self._stepping[owner] += 1
         try:
             while not reader.done:
                 event = pb.StepEvent()
@@ -92,6 +98,7 @@ class BridgeService(rpc.BridgeServicer):
                 ready.clear()
         finally:
             self._sessions.leave(reader)
+            self._stepping[owner] -= 1
 
     @streaming
     async def EndEpisode(  # noqa: D102

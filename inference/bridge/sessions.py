@@ -51,7 +51,7 @@ class Bounds:
     lease_s: float = 600.0
     """Longest lease in seconds, and the default."""
     credits: int = 1024
-    """Steps that one Connect stream may have in flight."""
+    """Steps that one Connect stream, and Step calls that one key, may have in flight."""
     kept_s: float = 600.0
     """Seconds in which an ended episode's record can be asked for again, and an expired one is known as such. At most
     `max_episodes` are kept.

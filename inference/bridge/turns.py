@@ -56,8 +56,8 @@ class Subscription:
             self._wake(self)
 
     def take(self, event: pb.StepEvent) -> bool:
-        """Fill `event` with all tokens that are new to this reader, or the end of the turn. False: the reader has to
-        wait for `wake`.
+        """Fill `event` with tokens that are new to this reader, or the end of the turn. False: the reader has to wait
+        for `wake`.
 
         Raises EpisodeExpired if the tokens are gone, and the error that stopped the turn without ending it.
         """
@@ -69,8 +69,7 @@ class Subscription:
                 " leases in time"
             )
         if turn.tokens > self.cursor:
-            self._episode.fill_tokens(event.tokens, turn, self.cursor)
-            self.cursor = turn.tokens
+            self.cursor = self._episode.fill_tokens(event.tokens, turn, self.cursor)
         elif turn.finish is not None:
             event.end.finish, event.end.tokens = turn.finish, turn.tokens  # type: ignore[assignment]
             self.done = True

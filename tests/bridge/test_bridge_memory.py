@@ -13,7 +13,7 @@ from contracts.pb import bridge_pb2 as pb
 from inference.bridge.checks import Limits
 from inference.bridge.sessions import Bounds, Sessions
 from inference.engines.base import Piece, SamplingParams
-from tests.bridge.bridge_harness import ids, new_id, start_request
+from tests.bridge.bridge_harness import Turned, ids, new_id, start_request
 
 EPISODES, TURNS, SAMPLED, OBSERVED = 1000, 7, 64, 8
 
@@ -41,6 +41,26 @@ async def play(sessions: Sessions, name: str) -> None:
                 await ready.wait()
                 ready.clear()
         sessions.leave(reader)
+
+
+def test_long_turn_is_read_in_messages_of_limited_size() -> None:
+    async def run() -> None:
+        engine: Any = Fast()
+        sessions, name, ready = Sessions(engine, Limits(96, 1 << 20), Bounds()), new_id(), asyncio.Event()
+        await sessions.start("key", start_request(name, sampling=pb.Sampling(max_tokens=40_000)))
+        request = pb.StepRequest(episode_id=name, step=1)
+        first = sessions.step("key", request, lambda _: ready.set())
+        await ready.wait()
+        for reader in (first, sessions.step("key", request, lambda _: None)):
+            turned = Turned()
+            while not reader.done:
+                event = pb.StepEvent()
+                assert reader.take(event)
+                assert event.ByteSize() < 140_000
+                turned.add(event)
+            assert turned.spans == [("v1", 0, 40_000)] and turned.finish == pb.LENGTH
+
+    asyncio.run(run())
 
 
 def test_open_episode_of_512_tokens_takes_at_most_16_kib_and_a_closed_one_none() -> None:

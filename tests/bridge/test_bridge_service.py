@@ -307,6 +307,26 @@ def test_lost_connection_cancels_no_turn_and_readers_join_it(policy: Path, tmp_p
     asyncio.run(run())
 
 
+def test_step_calls_of_one_key_are_bounded(policy: Path, tmp_path: Path) -> None:
+    async def run() -> None:
+        async with held_bridge(policy, tmp_path, 1, bounds=Bounds(credits=3)) as (client, _, engine):
+            name = new_id()
+            await client.start(start_request(name))
+            calls = [client.step_call(name, 1) for _ in range(3)]
+            for call in calls:
+                await anext(aiter(call))
+            async with refused("RESOURCE_EXHAUSTED", "TooManySteps", "3 Step calls of this key are open"):
+                await client.step(name, 1)
+            calls[0].cancel()
+            engine.go_on.set()
+            for call in calls[1:]:
+                async for _ in call:
+                    pass
+            assert (await client.step(name, 1)).finish == pb.LENGTH
+
+    asyncio.run(run())
+
+
 def test_cancelled_step_keeps_its_tokens_and_the_episode_goes_on(policy: Path, tmp_path: Path) -> None:
     async def run() -> None:
         async with held_bridge(policy, tmp_path, 5) as (client, bridge, engine):
