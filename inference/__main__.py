@@ -127,9 +127,9 @@ def bridge(
     """Serve episodes of a policy to a trainer."""
     from contracts.rpc.listening import Listening
     from contracts.rpc.meeting import default_address
+    from inference.bridge.registry import Bounds
     from inference.bridge.serve import SOCKET, Options
     from inference.bridge.serve import serve as run
-    from inference.bridge.sessions import Bounds
     from inference.engines.config import BuiltinConfig, OpenAIConfig
     from inference.server.serve import find_policy
 

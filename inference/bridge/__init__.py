@@ -3,7 +3,8 @@
     service, connect   the calls of contracts/protos/bridge.proto, and the stream of many episodes
         |
     sessions           the state machine of an episode: open -> stepping <-> open -> ended, any -> expired
-        |                  `episode` is the data of one, `turns` samples a turn, `checks` refuses bad input
+        |                  `registry` holds them and their leases, `episode` is the data of one, `turns` samples a turn,
+        |                  `checks` refuses bad input
     journal, replay    what a client saw survives the process
     record             an ended episode as rows of EPISODES and SEQUENCES
     serve              runs a server of all these parts: `python -m inference bridge`

@@ -102,6 +102,11 @@ class Episode:
         return "stepping" if self.turns and self.turns[-1].finish is None else "open"
 
     @property
+    def is_open(self) -> bool:
+        """Whether it is neither ended nor expired."""
+        return self.ended is None and not self.expired
+
+    @property
     def tokens(self) -> int:
         """Length of the context."""
         return len(self.ids) // TOKEN_BYTES

@@ -9,53 +9,24 @@ journal.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from contracts.pb import bridge_pb2 as pb
 from inference.bridge import checks, replay
 from inference.bridge.checks import Limits, Sampling
 from inference.bridge.episode import Episode, Turn, content_of
-from inference.bridge.errors import (
-    BadMessage,
-    BridgeError,
-    Draining,
-    EpisodeConflict,
-    EpisodeEnded,
-    EpisodeExpired,
-    JournalError,
-    TooManyEpisodes,
-    UnknownEpisode,
-    WrongStep,
-)
+from inference.bridge.errors import BadMessage, BridgeError, Draining, EpisodeConflict, WrongStep
 from inference.bridge.journal import Journal
+from inference.bridge.registry import Bounds, Registry
 from inference.bridge.replay import Kind
 from inference.bridge.turns import Running, Subscription
 from inference.engines.base import Engine
 from inference.errors import StaleVersion
 
+__all__ = ["Bounds", "Sessions"]
 SWEEP_S = 1.0
 """Longest time between two looks at the leases, in seconds."""
-_log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """What a bridge holds at most."""
-
-    max_episodes: int = 10_000
-    """Open episodes of all keys."""
-    lease_s: float = 600.0
-    """Longest lease in seconds, and the default."""
-    credits: int = 1024
-    """Steps that one Connect stream, and Step calls that one key, may have in flight."""
-    kept_s: float = 600.0
-    """Seconds in which an ended episode's record can be asked for again, and an expired one is known as such. At most
-    `max_episodes` are kept.
-    """
 
 
 class Sessions:
@@ -67,17 +38,9 @@ class Sessions:
         self.draining = False
         """Whether nothing new is started."""
         self._closing = False
-        self._journal = journal
-        self._episodes: dict[tuple[str, str], Episode] = {}
-        self._handles: dict[int, Episode] = {}
-        self._open = 0
+        self._episodes = Registry(bounds, journal, self._release)
         self._running: dict[int, Running] = {}
         """Handle -> the turn of it that is being sampled."""
-        self._closed: deque[tuple[float, Episode]] = deque()
-        """Ended and expired episodes, with the times when they are forgotten."""
-        self._next_handle = 1
-        if journal is not None:
-            self._restore(journal)
 
     @property
     def running(self) -> int:
@@ -87,12 +50,12 @@ class Sessions:
     @property
     def open(self) -> int:
         """Number of episodes that are neither ended nor expired."""
-        return self._open
+        return self._episodes.open
 
     @property
     def durable(self) -> bool:
         """Whether episodes survive this process."""
-        return self._journal is not None
+        return self._episodes.durable
 
     async def start(self, owner: str, message: pb.StartEpisodeRequest) -> pb.EpisodeState:
         """Start an episode, or return the state of the one that was started with the same message.
@@ -101,12 +64,12 @@ class Sessions:
         StaleVersion, Draining, JournalError.
         """
         sampling = checks.check_start(message, self.limits)
-        known = self._episodes.get((owner, message.episode_id)) or await self._started(owner, message, sampling)
+        known = self._episodes.get(owner, message.episode_id) or await self._started(owner, message, sampling)
         if known.started_as != content_of(message):
             raise EpisodeConflict(
                 f"episode {message.episode_id} was started with other content: draw a new id for another episode"
             )
-        self._renew(known)
+        self._episodes.renew(known)
         return self._state(known)
 
     def step(self, owner: str, message: pb.StepRequest, wake: Callable[[Subscription], None]) -> Subscription:
@@ -115,7 +78,7 @@ class Sessions:
         Raises BadMessage, RequestTooLong, UnknownEpisode, EpisodeExpired, EpisodeEnded, WrongStep, Draining,
         JournalError.
         """
-        episode = self._live(owner, message.episode_id)
+        episode = self._episodes.live(owner, message.episode_id)
         checks.check_seconds(message.turn_s, "turn_s")
         if message.from_token < 0:
             raise BadMessage(f"from_token={message.from_token}: must be 0 or more")
@@ -141,7 +104,7 @@ class Sessions:
 
     def cancel(self, owner: str, episode_id: str, step: int) -> pb.EpisodeState:
         """End the last turn as CANCELLED if it has not ended yet. Raises as `step`."""
-        episode = self._live(owner, episode_id)
+        episode = self._episodes.live(owner, episode_id)
         if not step or step != len(episode.turns):
             raise WrongStep(
                 f"step {step} of episode {episode_id} can't be cancelled: {len(episode.turns)} is its last one"
@@ -154,20 +117,20 @@ class Sessions:
         stays. Raises BadMessage, UnknownEpisode, EpisodeExpired, JournalError.
         """
         checks.check_end(message)
-        episode = self._known(owner, message.episode_id)
+        episode = self._episodes.kept(owner, message.episode_id)
         if episode.ended is None:
             self._stop(episode, pb.CANCELLED)
             said = pb.EndEpisodeRequest()
             said.CopyFrom(message)
-            self._log(Kind.END, episode, said.SerializeToString())
+            self._episodes.log(Kind.END, episode, said.SerializeToString())
             episode.ended = said
-            self._close(episode)
+            self._episodes.close(episode)
         return episode
 
     def state(self, owner: str, episode_id: str) -> pb.EpisodeState:
         """State of an episode, also of one that is ended or expired. Raises UnknownEpisode."""
-        episode = self._find(owner, episode_id)
-        self._renew(episode)
+        episode = self._episodes.find(owner, episode_id)
+        self._episodes.renew(episode)
         return self._state(episode)
 
     def renew(self, owner: str, episode_ids: Sequence[str]) -> list[str]:
@@ -180,28 +143,14 @@ class Sessions:
         lost = []
         for episode_id in episode_ids:
             try:
-                self._live(owner, episode_id)
+                self._episodes.live(owner, episode_id)
             except BridgeError:
                 lost.append(episode_id)
         return lost
 
     def sweep(self) -> None:
         """Expire episodes whose lease has ended, forget closed ones in time, and clean the journal."""
-        now = time.monotonic()
-        late = [each for each in self._episodes.values() if each.expires < now and each.phase in ("open", "stepping")]
-        for episode in late:
-            self._expire(episode)
-        while self._closed and (self._closed[0][0] < now or len(self._closed) > self.bounds.max_episodes):
-            _, episode = self._closed.popleft()
-            del self._episodes[episode.owner, episode.identity]
-            del self._handles[episode.handle]
-            if not episode.expired:
-                self._forget(episode)
-        if self._journal is not None:
-            try:
-                self._journal.clean(lambda handle: list(replay.snapshot(self._handles[handle])))
-            except JournalError as error:
-                _log.warning("the journal can't be cleaned, and grows: %s", error)
+        self._episodes.sweep()
 
     async def sweeping(self) -> None:
         """Call `sweep` again and again, until cancelled."""
@@ -220,30 +169,14 @@ class Sessions:
     async def _started(self, owner: str, message: pb.StartEpisodeRequest, sampling: Sampling) -> Episode:
         if self.draining:
             raise Draining("the bridge ends soon and starts no more episodes: use another one")
-        self._check_open()
+        self._episodes.check_open()  # before the engine is asked
         served = await self.engine.version()
-        known = self._episodes.get((owner, message.episode_id))  # started while the engine was asked
+        known = self._episodes.get(owner, message.episode_id)  # started while the engine was asked
         if known is not None:
             return known
         if message.version and message.version != served:
             raise StaleVersion(f"version {message.version[:80]} is asked for, but {served} is served: start with that")
-        self._check_open()
-        lease_s = min(message.lease_s or self.bounds.lease_s, self.bounds.lease_s)
-        episode = Episode(owner, message, sampling, served, lease_s, self._next_handle)
-        self._log(Kind.START, episode, replay.start_payload(episode, message))
-        self._next_handle += 1
-        self._take(episode)
-        return episode
-
-    def _take(self, episode: Episode) -> None:
-        self._episodes[episode.owner, episode.identity] = self._handles[episode.handle] = episode
-        self._open += 1
-
-    def _check_open(self) -> None:
-        if self._open >= self.bounds.max_episodes:
-            raise TooManyEpisodes(
-                f"{self._open} episodes are open, as many as the bridge holds: end some, or raise --max-episodes"
-            )
+        return self._episodes.add(owner, message, sampling, served)
 
     def _begin(self, episode: Episode, message: pb.StepRequest) -> Turn:
         """Begin the next turn."""
@@ -256,7 +189,7 @@ class Sessions:
         observed = self.limits.check_ids(message.observation_ids, "observation_ids")
         self.limits.check_room(episode.tokens + observed, "observation_ids")
         sampling = checks.sampling_of(message.sampling, self.limits) if message.HasField("sampling") else None
-        self._log(Kind.TURN, episode, message.SerializeToString())
+        self._episodes.log(Kind.TURN, episode, message.SerializeToString())
         return episode.begin_turn(message.observation_ids, sampling)
 
     def _repeated(self, episode: Episode, message: pb.StepRequest) -> Turn:
@@ -287,14 +220,14 @@ class Sessions:
 
     def _add(self, running: Running, parts: list[tuple[str, bytes, bytes]]) -> None:
         for version, ids, logprobs in parts:
-            self._log(Kind.TOKENS, running.episode, replay.tokens_payload(version, ids, logprobs))
+            self._episodes.log(Kind.TOKENS, running.episode, replay.tokens_payload(version, ids, logprobs))
             running.episode.add_tokens(version, ids, logprobs)
         running.wake_readers()
 
     def _end(self, running: Running, finish: int) -> None:
         if running.lost and self._closing:
             return
-        self._log(Kind.FINISH, running.episode, bytes([finish]))
+        self._episodes.log(Kind.FINISH, running.episode, bytes([finish]))
         running.turn.finish = finish
         self._over(running)
 
@@ -305,7 +238,7 @@ class Sessions:
 
     def _over(self, running: Running) -> None:
         del self._running[running.episode.handle]
-        self._renew(running.episode)
+        self._episodes.renew(running.episode)
         running.wake_readers()
 
     def _stop(self, episode: Episode, finish: int) -> None:
@@ -317,39 +250,8 @@ class Sessions:
             self._end(running, finish)
             running.stop()
         else:
-            self._log(Kind.FINISH, episode, bytes([finish]))
+            self._episodes.log(Kind.FINISH, episode, bytes([finish]))
             episode.turns[-1].finish = finish
-
-    def _find(self, owner: str, episode_id: str) -> Episode:
-        checks.check_episode_id(episode_id)
-        episode = self._episodes.get((owner, episode_id))
-        if episode is None:
-            raise UnknownEpisode(
-                f"episode {episode_id} is unknown to this key: it was never started here, or ended long ago"
-            )
-        if episode.expires < time.monotonic() and episode.phase in ("open", "stepping"):
-            self._expire(episode)
-        return episode
-
-    def _known(self, owner: str, episode_id: str) -> Episode:
-        """The episode, if it has not expired, with its lease prolonged."""
-        episode = self._find(owner, episode_id)
-        if episode.expired:
-            raise EpisodeExpired(
-                f"the lease of episode {episode_id}, {episode.lease_s:g} s, has ended: start another one, and renew in"
-                " time"
-            )
-        self._renew(episode)
-        return episode
-
-    def _live(self, owner: str, episode_id: str) -> Episode:
-        episode = self._known(owner, episode_id)
-        if episode.ended is not None:
-            raise EpisodeEnded(f"episode {episode_id} was ended: start another one")
-        return episode
-
-    def _renew(self, episode: Episode) -> None:
-        episode.expires = time.monotonic() + episode.lease_s
 
     def _state(self, episode: Episode) -> pb.EpisodeState:
         return pb.EpisodeState(
@@ -362,43 +264,16 @@ class Sessions:
             digest=episode.transcript_digest(),
         )
 
-    def _expire(self, episode: Episode) -> None:
-        """Free an episode whose lease has ended. One with a reader lives on: someone waits for it."""
+    def _release(self, episode: Episode) -> bool:
+        """Stop the turn of an episode whose lease has ended, unless it has a reader."""
         running = self._running.get(episode.handle)
-        if running is not None and running.readers:
-            self._renew(episode)
-            return
-        if running is not None:
-            running.stop()
-            del self._running[episode.handle]
-        self._forget(episode)
-        episode.expire()
-        self._close(episode)
-
-    def _close(self, episode: Episode) -> None:
-        self._open -= 1
-        self._closed.append((time.monotonic() + self.bounds.kept_s, episode))
-
-    def _log(self, kind: Kind, episode: Episode, payload: bytes = b"") -> None:
-        if self._journal is not None:
-            self._journal.append(kind, episode.handle, payload)
-
-    def _forget(self, episode: Episode) -> None:
-        """Let the journal forget an episode. If it can't be told, the next bridge lets the episode expire again."""
-        if self._journal is not None:
-            try:
-                self._log(Kind.FORGET, episode)
-            except JournalError as error:
-                _log.warning("episode %s: %s", episode.identity, error)
-            self._journal.forget(episode.handle)
-
-    def _restore(self, journal: Journal) -> None:
-        for handle, episode in replay.replay(journal.read()).items():
-            self._next_handle = max(self._next_handle, handle + 1)
-            self._take(episode)
-            self._renew(episode)
-            if episode.ended is not None:
-                self._close(episode)
+        if running is None:
+            return True
+        if running.readers:
+            return False
+        running.stop()
+        del self._running[episode.handle]
+        return True
 
 
 def _expected(episode: Episode, step: int) -> str:

@@ -15,7 +15,7 @@ import grpc
 import pytest
 
 from contracts.pb import bridge_pb2 as pb
-from inference.bridge.sessions import Bounds
+from inference.bridge.registry import Bounds
 from inference.engines.base import SamplingParams
 from tests.bridge.bridge_harness import (
     KEY,

@@ -16,7 +16,7 @@ import pytest
 from contracts.pb import bridge_pb2 as pb
 from inference.__main__ import main
 from inference.bridge.journal import Journal
-from inference.bridge.sessions import Bounds
+from inference.bridge.registry import Bounds
 from inference.engines.base import SamplingParams
 from inference.engines.builtin import BuiltinEngine
 from tests.bridge.bridge_harness import (

@@ -18,7 +18,7 @@ import pytest
 
 from contracts.episodes import EPISODES, SEQUENCES, Outcome, TokenRole, read_episodes
 from contracts.pb import bridge_pb2 as pb
-from inference.bridge.sessions import Bounds
+from inference.bridge.registry import Bounds
 from inference.engines.base import SamplingParams
 from inference.engines.builtin import BuiltinEngine
 from tests.bridge.bridge_harness import (
