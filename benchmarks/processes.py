@@ -36,7 +36,7 @@ class Children:
                 stderr=file,
                 stdin=subprocess.DEVNULL,
                 env=dict(environment),
-                preexec_fn=partial(_die_with_parent, os.getpid()),
+                preexec_fn=partial(die_with_parent, os.getpid()),
             )
             self._running.add(child)
         try:
@@ -57,7 +57,8 @@ class Children:
                 child.kill()
 
 
-def _die_with_parent(parent: int) -> None:
+def die_with_parent(parent: int) -> None:
+    """Let this process end with its parent. Runs between fork and exec."""
     _libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGTERM))
     if os.getppid() != parent:  # the parent died before the request
         os.kill(os.getpid(), signal.SIGTERM)
