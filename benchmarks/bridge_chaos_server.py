@@ -20,8 +20,8 @@ import numpy as np
 
 from contracts.rpc.listening import Listening
 from inference.bridge.checks import Limits
+from inference.bridge.registry import Bounds
 from inference.bridge.serve import Options, serving
-from inference.bridge.sessions import Bounds
 from inference.engines.base import Completion, Piece, SamplingParams
 from inference.errors import EngineError, EngineStopped
 

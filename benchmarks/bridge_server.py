@@ -24,8 +24,8 @@ from benchmarks.measure import resident
 from contracts.rpc.connecting import prefer_short_round_trips
 from contracts.rpc.listening import Listening
 from inference.bridge.checks import Limits
+from inference.bridge.registry import Bounds
 from inference.bridge.serve import Options, serving
-from inference.bridge.sessions import Bounds
 from inference.engines.base import Completion, Piece, SamplingParams
 
 ECHO = "bench.Echo"

@@ -28,8 +28,8 @@ from inference.bridge.client import (
     Turn,
 )
 from inference.bridge.errors import BadMessage, EpisodeEnded, UnknownEpisode
+from inference.bridge.registry import Bounds
 from inference.bridge.serve import Options, limits_of, serving
-from inference.bridge.sessions import Bounds
 from inference.engines.builtin import BuiltinEngine
 from tests.bridge.bridge_harness import KEY, HeldEngine, bridged, builtin_bridge, held_bridge, process
 from tests.bridge.scripted_bridge import looped
