@@ -14,7 +14,7 @@ PARALLEL = -n $(shell expr $$(nproc) \* 3 / 2) --maxprocesses 6 --dist loadfile 
 ZIG = $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt ziglang
 export DAGSTER_DISABLE_TELEMETRY := 1
 
-.PHONY: help install demo test test-slow test-escape test-redteam test-browser test-vllm test-large test-peers test-kubernetes test-gpu fuzz-frames lint types format proto ui bench clean
+.PHONY: help install demo test test-slow test-escape test-redteam test-browser test-vllm test-large test-peers test-trainers test-kubernetes test-gpu fuzz-frames lint types format proto ui bench clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -81,6 +81,9 @@ $(PEERS_STAMP): tests/trainer/requirements-peers.txt
 	$(PEERS_VENV)/bin/pip install --quiet --disable-pip-version-check --requirement $< \
 		|| { echo "make test-peers: the packages of $< can't be installed in $(PEERS_VENV): see pip's message above; they come from PyPI" >&2; exit 1; }
 	touch $@
+
+test-trainers: $(NATIVE) $(PEERS_STAMP)  ## other trainers learn over the bridge: a PPO loop, and TRL's GRPOTrainer
+	$(BIN)/pytest -s -m trainers tests/trainers
 
 test-kubernetes: $(NATIVE)  ## on a real cluster: needs KUBECONFIG, kubectl and TRIPLANE_TEST_IMAGE; docs/kubernetes.md
 	$(BIN)/pytest -s -m kubernetes tests/kubernetes/cluster

@@ -30,11 +30,14 @@ class Bridge:
     def __init__(self, address: str | None = None, **options: Any) -> None:
         """See BridgeClient."""
         self._client = BridgeClient(address, **options)
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="bridge-client", daemon=True)
+        self._thread = threading.Thread(target=self._work, name="bridge-client", daemon=True)
+        self._running = threading.Event()
+        self._loop: asyncio.AbstractEventLoop
+        self._stopping: asyncio.Event
 
     def __enter__(self) -> Self:
         self._thread.start()
+        self._running.wait()
         try:
             self._wait(self._client.__aenter__())
         except BaseException:
@@ -105,10 +108,19 @@ class Bridge:
             future.cancel()
             raise
 
+    def _work(self) -> None:
+        """Body of the thread. The runner also ends what gRPC leaves behind."""
+
+        async def until_stopped() -> None:
+            self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
+            self._running.set()
+            await self._stopping.wait()
+
+        asyncio.run(until_stopped())
+
     def _stop(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._loop.call_soon_threadsafe(self._stopping.set)
         self._thread.join()
-        self._loop.close()
 
 
 class PlainEpisode:
