@@ -258,3 +258,18 @@ async def test_step_that_was_given_up_goes_on_with_what_is_here(tmp_path: Path) 
         lost = False
         assert (await episode.step()).token_ids.tolist() == IDS
         assert bridge.commands[-1][-1].step.from_token == 8
+
+
+@looped
+async def test_bridge_that_only_greets_is_given_up(tmp_path: Path) -> None:
+    async def answer(command: pb.Command, stream: int) -> AsyncIterator[pb.Event]:
+        if command.HasField("step"):
+            raise Cut
+        async for event in plain_step(command, stream):
+            yield event
+
+    async with scripted(tmp_path, answer) as (bridge, address), BridgeClient(address, give_up_after_s=0.4) as client:
+        episode = await client.start([1])
+        with pytest.raises(BridgeUnreachable, match="cut"):
+            await episode.step()
+        assert bridge.streams > 2

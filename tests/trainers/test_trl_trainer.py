@@ -28,7 +28,7 @@ def test_grpo_of_trl_raises_held_out_solving(tmp_path: Path) -> None:
     warm_start(model, 200, seed=1)
     model.policy.save_pretrained(tmp_path / "start")
     quiet = {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "TRANSFORMERS_VERBOSITY": "error"}
-    command = [str(PEERS), "-m", "tests.trainers.trl_trainer", str(tmp_path), sys.executable, "160", "1"]
+    command = [str(PEERS), "-m", "tests.trainers.trl_trainer", str(tmp_path), sys.executable, "320", "1"]
     environment = {**os.environ, **quiet, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -65,9 +65,12 @@ class Link:
         self._cancels: deque[Step] = deque()
         self._credits = 0
         self._heard = 0.0
+        self._useful = False
+        """Whether the stream has answered anything. One that only greets, again and again, is given up like none."""
         self._wake, self._needed = asyncio.Event(), asyncio.Event()
         self._closed = False
         self._keeper = asyncio.create_task(self._keep())
+        self._keeper.add_done_callback(self._kept)
 
     def send(self, command: Command) -> None:
         """Send a command now or when there is a stream. Raises BridgeError after `close`."""
@@ -99,14 +102,13 @@ class Link:
 
     async def _keep(self) -> None:
         """Keep a stream while there is something to send."""
-        time_of, failures, deadline = asyncio.get_running_loop().time, 0, math.inf
+        time_of, failures, deadline, reason = asyncio.get_running_loop().time, 0, math.inf, ""
         while True:
             while not self._pending:
                 self._needed.clear()
                 await self._needed.wait()
             if not failures:
-                deadline = time_of() + self._give_up_after_s
-            reason = "no answer"
+                deadline, reason = time_of() + self._give_up_after_s, "no answer"
             try:
                 async with asyncio.timeout_at(deadline) as limit:
                     reason = await self._stream(limit)
@@ -116,15 +118,20 @@ class Link:
                 failures = 0
                 self._fail_all(error)
                 continue
-            answered = limit.when() is None
-            if answered:
-                deadline = time_of() + self._give_up_after_s
+            if self._useful:
+                failures, deadline = 0, time_of() + self._give_up_after_s
             elif time_of() >= deadline:
                 failures = 0
                 self._fail_all(unreachable(self._address, self._give_up_after_s, reason))
                 continue
-            failures = 1 if answered else failures + 1
+            failures += 1
             await asyncio.sleep(backoff_s(failures, FIRST_PAUSE_S, LONGEST_PAUSE_S))
+
+    def _kept(self, keeper: asyncio.Task[None]) -> None:
+        """Let nobody wait for a stream that a bug ended."""
+        if not keeper.cancelled() and (error := keeper.exception()) is not None:
+            self._closed = True
+            self._fail_all(BridgeError(f"the client has failed, report it as a bug: {error!r}"))
 
     async def _stream(self, limit: asyncio.Timeout) -> str:
         """Use one stream until it is lost, and return why. Ends the time limit when the bridge answers.
@@ -135,7 +142,7 @@ class Link:
         self._urgent.clear()
         self._steps.clear()
         self._cancels.clear()
-        self._credits, self._heard = 0, time.monotonic()
+        self._credits, self._heard, self._useful = 0, time.monotonic(), False
         self._call = self._connect()
         for identity, command in self._pending.items():
             self._enqueue(identity, command)
@@ -175,6 +182,7 @@ class Link:
             command = pending.get(event.id)
             if command is not None:
                 self._take(event, command)
+            self._useful = self._useful or command is not None or not event.credits
         raise _Lost("the bridge closed the stream")
 
     def _take(self, event: pb.Event, command: Command) -> None:
