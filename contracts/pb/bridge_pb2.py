@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x63ontracts/pb/bridge.proto\x12\x12triplane.bridge.v1\"\r\n\x0bInfoRequest\"\x81\x01\n\tInfoReply\x12\x10\n\x08versions\x18\x01 \x03(\t\x12\x12\n\nvocabulary\x18\x02 \x01(\x05\x12\x16\n\x0e\x63ontext_tokens\x18\x03 \x01(\x05\x12\x0f\n\x07\x63redits\x18\x04 \x01(\x05\x12\x0f\n\x07lease_s\x18\x05 \x01(\x01\x12\x14\n\x0cmax_episodes\x18\x06 \x01(\x05\"n\n\x08Sampling\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\nmax_tokens\x18\x02 \x01(\x05\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12\x16\n\x0estop_token_ids\x18\x04 \x03(\x05\x42\x0e\n\x0c_temperature\"\xc4\x02\n\x13StartEpisodeRequest\x12\x12\n\nepisode_id\x18\x01 \x01(\t\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12\x12\n\nprompt_ids\x18\x03 \x01(\x0c\x12-\n\x04rule\x18\x04 \x01(\x0e\x32\x1f.triplane.bridge.v1.VersionRule\x12\x0f\n\x07version\x18\x05 \x01(\t\x12.\n\x08sampling\x18\x06 \x01(\x0b\x32\x1c.triplane.bridge.v1.Sampling\x12\x0f\n\x07lease_s\x18\x07 \x01(\x01\x12\x43\n\x06labels\x18\x08 \x03(\x0b\x32\x33.triplane.bridge.v1.StartEpisodeRequest.LabelsEntry\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x9c\x01\n\x0bStepRequest\x12\x12\n\nepisode_id\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x05\x12\x17\n\x0fobservation_ids\x18\x03 \x01(\x0c\x12\x12\n\nfrom_token\x18\x04 \x01(\x05\x12.\n\x08sampling\x18\x05 \x01(\x0b\x32\x1c.triplane.bridge.v1.Sampling\x12\x0e\n\x06turn_s\x18\x06 \x01(\x01\"3\n\x04Span\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\r\n\x05\x66irst\x18\x02 \x01(\x05\x12\x0b\n\x03\x65nd\x18\x03 \x01(\x05\"_\n\x06Tokens\x12\r\n\x05\x66irst\x18\x01 \x01(\x05\x12\x0b\n\x03ids\x18\x02 \x01(\x0c\x12\x10\n\x08logprobs\x18\x03 \x01(\x0c\x12\'\n\x05spans\x18\x04 \x03(\x0b\x32\x18.triplane.bridge.v1.Span\"E\n\x07StepEnd\x12*\n\x06\x66inish\x18\x01 \x01(\x0e\x32\x1a.triplane.bridge.v1.Finish\x12\x0e\n\x06tokens\x18\x02 \x01(\x05\"\x8f\x01\n\tStepEvent\x12\x12\n\nepisode_id\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x05\x12,\n\x06tokens\x18\x03 \x01(\x0b\x32\x1a.triplane.bridge.v1.TokensH\x00\x12*\n\x03\x65nd\x18\x04 \x01(\x0b\x32\x1b.triplane.bridge.v1.StepEndH\x00\x42\x06\n\x04what\"\xd6\x01\n\x11\x45ndEpisodeRequest\x12\x12\n\nepisode_id\x18\x01 \x01(\t\x12\x13\n\x06reward\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12I\n\ncomponents\x18\x03 \x03(\x0b\x32\x35.triplane.bridge.v1.EndEpisodeRequest.ComponentsEntry\x12\x0f\n\x07\x61\x62orted\x18\x04 \x01(\x08\x1a\x31\n\x0f\x43omponentsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\t\n\x07_reward\":\n\x0c\x45pisodeChunk\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x0c\n\x04last\x18\x02 \x01(\x08\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\"!\n\x0b\x45pisodeName\x12\x12\n\nepisode_id\x18\x01 \x01(\t\",\n\x08StepName\x12\x12\n\nepisode_id\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x05\"\x87\x01\n\x0c\x45pisodeState\x12\x12\n\nepisode_id\x18\x01 \x01(\t\x12\r\n\x05phase\x18\x02 \x01(\t\x12\r\n\x05steps\x18\x03 \x01(\x05\x12\x0e\n\x06tokens\x18\x04 \x01(\x05\x12\x0f\n\x07version\x18\x05 \x01(\t\x12\x14\n\x0c\x65xpires_unix\x18\x06 \x01(\x01\x12\x0e\n\x06\x64igest\x18\x07 \x01(\t\"#\n\x0cRenewRequest\x12\x13\n\x0b\x65pisode_ids\x18\x01 \x03(\t\"\x1a\n\nRenewReply\x12\x0c\n\x04lost\x18\x01 \x03(\t\"V\n\x0cScoreRequest\x12\x0b\n\x03ids\x18\x01 \x01(\x0c\x12\x18\n\x0btemperature\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12\x0f\n\x07version\x18\x03 \x01(\tB\x0e\n\x0c_temperature\"/\n\nScoreReply\x12\x10\n\x08logprobs\x18\x01 \x01(\x0c\x12\x0f\n\x07version\x18\x02 \x01(\t\"\xa1\x02\n\x07\x43ommand\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x38\n\x05start\x18\x02 \x01(\x0b\x32\'.triplane.bridge.v1.StartEpisodeRequestH\x00\x12/\n\x04step\x18\x03 \x01(\x0b\x32\x1f.triplane.bridge.v1.StepRequestH\x00\x12\x34\n\x03\x65nd\x18\x04 \x01(\x0b\x32%.triplane.bridge.v1.EndEpisodeRequestH\x00\x12.\n\x06\x63\x61ncel\x18\x05 \x01(\x0b\x32\x1c.triplane.bridge.v1.StepNameH\x00\x12\x31\n\x05renew\x18\x06 \x01(\x0b\x32 .triplane.bridge.v1.RenewRequestH\x00\x42\x06\n\x04what\"7\n\x07\x46\x61ilure\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\r\n\x05\x65rror\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\"\xa4\x02\n\x05\x45vent\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x0f\n\x07\x63redits\x18\x02 \x01(\x05\x12\x31\n\x05state\x18\x03 \x01(\x0b\x32 .triplane.bridge.v1.EpisodeStateH\x00\x12-\n\x04step\x18\x04 \x01(\x0b\x32\x1d.triplane.bridge.v1.StepEventH\x00\x12\x31\n\x05\x63hunk\x18\x05 \x01(\x0b\x32 .triplane.bridge.v1.EpisodeChunkH\x00\x12\x31\n\x07renewed\x18\x06 \x01(\x0b\x32\x1e.triplane.bridge.v1.RenewReplyH\x00\x12.\n\x07\x66\x61ilure\x18\x07 \x01(\x0b\x32\x1b.triplane.bridge.v1.FailureH\x00\x42\x06\n\x04what*%\n\x0bVersionRule\x12\n\n\x06PINNED\x10\x00\x12\n\n\x06\x46OLLOW\x10\x01*d\n\x06\x46inish\x12\x08\n\x04STOP\x10\x00\x12\n\n\x06LENGTH\x10\x01\x12\x0b\n\x07\x43ONTEXT\x10\x02\x12\x0c\n\x08\x44\x45\x41\x44LINE\x10\x03\x12\r\n\tCANCELLED\x10\x04\x12\t\n\x05STALE\x10\x05\x12\x0f\n\x0b\x45NGINE_LOST\x10\x06\x32\xca\x05\n\x06\x42ridge\x12\x46\n\x04Info\x12\x1f.triplane.bridge.v1.InfoRequest\x1a\x1d.triplane.bridge.v1.InfoReply\x12Y\n\x0cStartEpisode\x12\'.triplane.bridge.v1.StartEpisodeRequest\x1a .triplane.bridge.v1.EpisodeState\x12H\n\x04Step\x12\x1f.triplane.bridge.v1.StepRequest\x1a\x1d.triplane.bridge.v1.StepEvent0\x01\x12W\n\nEndEpisode\x12%.triplane.bridge.v1.EndEpisodeRequest\x1a .triplane.bridge.v1.EpisodeChunk0\x01\x12\x45\n\x07\x43onnect\x12\x1b.triplane.bridge.v1.Command\x1a\x19.triplane.bridge.v1.Event(\x01\x30\x01\x12L\n\nCancelStep\x12\x1c.triplane.bridge.v1.StepName\x1a .triplane.bridge.v1.EpisodeState\x12O\n\nGetEpisode\x12\x1f.triplane.bridge.v1.EpisodeName\x1a .triplane.bridge.v1.EpisodeState\x12I\n\x05Renew\x12 .triplane.bridge.v1.RenewRequest\x1a\x1e.triplane.bridge.v1.RenewReply\x12I\n\x05Score\x12 .triplane.bridge.v1.ScoreRequest\x1a\x1e.triplane.bridge.v1.ScoreReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x63ontracts/pb/bridge.proto\x12\x12triplane.bridge.v1\"\r\n\x0bInfoRequest\"\x81\x01\n\tInfoReply\x12\x10\n\x08versions\x18\x01 \x03(\t\x12\x12\n\nvocabulary\x18\x02 \x01(\x05\x12\x16\n\x0e\x63ontext_tokens\x18\x03 \x01(\x05\x12\x0f\n\x07\x63redits\x18\x04 \x01(\x05\x12\x0f\n\x07lease_s\x18\x05 \x01(\x01\x12\x14\n\x0cmax_episodes\x18\x06 \x01(\x05\"n\n\x08Sampling\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\nmax_tokens\x18\x02 \x01(\x05\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12\x16\n\x0estop_token_ids\x18\x04 \x03(\x05\x42\x0e\n\x0c_temperature\"\xc4\x02\n\x13StartEpisodeRequest\x12\x12\n\nepisode_id\x18\x01 \x01(\t\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12\x12\n\nprompt_ids\x18\x03 \x01(\x0c\x12-\n\x04rule\x18\x04 \x01(\x0e\x32\x1f.triplane.bridge.v1.VersionRule\x12\x0f\n\x07version\x18\x05 \x01(\t\x12.\n\x08sampling\x18\x06 \x01(\x0b\x32\x1c.triplane.bridge.v1.Sampling\x12\x0f\n\x07lease_s\x18\x07 \x01(\x01\x12\x43\n\x06labels\x18\x08 \x03(\x0b\x32\x33.triplane.bridge.v1.StartEpisodeRequest.LabelsEntry\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x9c\x01\n\x0bStepRequest\x12\x12\n\nepisode_id\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x05\x12\x17\n\x0fobservation_ids\x18\x03 \x01(\x0c\x12\x12\n\nfrom_token\x18\x04 \x01(\x05\x12.\n\x08sampling\x18\x05 \x01(\x0b\x32\x1c.triplane.bridge.v1.Sampling\x12\x0e\n\x06turn_s\x18\x06 \x01(\x01\"3\n\x04Span\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\r\n\x05\x66irst\x18\x02 \x01(\x05\x12\x0b\n\x03\x65nd\x18\x03 \x01(\x05\"_\n\x06Tokens\x12\r\n\x05\x66irst\x18\x01 \x01(\x05\x12\x0b\n\x03ids\x18\x02 \x01(\x0c\x12\x10\n\x08logprobs\x18\x03 \x01(\x0c\x12\'\n\x05spans\x18\x04 \x03(\x0b\x32\x18.triplane.bridge.v1.Span\"E\n\x07StepEnd\x12*\n\x06\x66inish\x18\x01 \x01(\x0e\x32\x1a.triplane.bridge.v1.Finish\x12\x0e\n\x06tokens\x18\x02 \x01(\x05\"\x83\x01\n\tStepEvent\x12\x12\n\nepisode_id\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x05\x12*\n\x06tokens\x18\x03 \x01(\x0b\x32\x1a.triplane.bridge.v1.Tokens\x12(\n\x03\x65nd\x18\x04 \x01(\x0b\x32\x1b.triplane.bridge.v1.StepEnd\"\xd6\x01\n\x11\x45ndEpisodeRequest\x12\x12\n\nepisode_id\x18\x01 \x01(\t\x12\x13\n\x06reward\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12I\n\ncomponents\x18\x03 \x03(\x0b\x32\x35.triplane.bridge.v1.EndEpisodeRequest.ComponentsEntry\x12\x0f\n\x07\x61\x62orted\x18\x04 \x01(\x08\x1a\x31\n\x0f\x43omponentsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\t\n\x07_reward\":\n\x0c\x45pisodeChunk\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x0c\n\x04last\x18\x02 \x01(\x08\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\"!\n\x0b\x45pisodeName\x12\x12\n\nepisode_id\x18\x01 \x01(\t\",\n\x08StepName\x12\x12\n\nepisode_id\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x05\"\x87\x01\n\x0c\x45pisodeState\x12\x12\n\nepisode_id\x18\x01 \x01(\t\x12\r\n\x05phase\x18\x02 \x01(\t\x12\r\n\x05steps\x18\x03 \x01(\x05\x12\x0e\n\x06tokens\x18\x04 \x01(\x05\x12\x0f\n\x07version\x18\x05 \x01(\t\x12\x14\n\x0c\x65xpires_unix\x18\x06 \x01(\x01\x12\x0e\n\x06\x64igest\x18\x07 \x01(\t\"#\n\x0cRenewRequest\x12\x13\n\x0b\x65pisode_ids\x18\x01 \x03(\t\"\x1a\n\nRenewReply\x12\x0c\n\x04lost\x18\x01 \x03(\t\"V\n\x0cScoreRequest\x12\x0b\n\x03ids\x18\x01 \x01(\x0c\x12\x18\n\x0btemperature\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12\x0f\n\x07version\x18\x03 \x01(\tB\x0e\n\x0c_temperature\"/\n\nScoreReply\x12\x10\n\x08logprobs\x18\x01 \x01(\x0c\x12\x0f\n\x07version\x18\x02 \x01(\t\"\xa1\x02\n\x07\x43ommand\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x38\n\x05start\x18\x02 \x01(\x0b\x32\'.triplane.bridge.v1.StartEpisodeRequestH\x00\x12/\n\x04step\x18\x03 \x01(\x0b\x32\x1f.triplane.bridge.v1.StepRequestH\x00\x12\x34\n\x03\x65nd\x18\x04 \x01(\x0b\x32%.triplane.bridge.v1.EndEpisodeRequestH\x00\x12.\n\x06\x63\x61ncel\x18\x05 \x01(\x0b\x32\x1c.triplane.bridge.v1.StepNameH\x00\x12\x31\n\x05renew\x18\x06 \x01(\x0b\x32 .triplane.bridge.v1.RenewRequestH\x00\x42\x06\n\x04what\"7\n\x07\x46\x61ilure\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\r\n\x05\x65rror\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\"\xa4\x02\n\x05\x45vent\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x0f\n\x07\x63redits\x18\x02 \x01(\x05\x12\x31\n\x05state\x18\x03 \x01(\x0b\x32 .triplane.bridge.v1.EpisodeStateH\x00\x12-\n\x04step\x18\x04 \x01(\x0b\x32\x1d.triplane.bridge.v1.StepEventH\x00\x12\x31\n\x05\x63hunk\x18\x05 \x01(\x0b\x32 .triplane.bridge.v1.EpisodeChunkH\x00\x12\x31\n\x07renewed\x18\x06 \x01(\x0b\x32\x1e.triplane.bridge.v1.RenewReplyH\x00\x12.\n\x07\x66\x61ilure\x18\x07 \x01(\x0b\x32\x1b.triplane.bridge.v1.FailureH\x00\x42\x06\n\x04what*%\n\x0bVersionRule\x12\n\n\x06PINNED\x10\x00\x12\n\n\x06\x46OLLOW\x10\x01*d\n\x06\x46inish\x12\x08\n\x04STOP\x10\x00\x12\n\n\x06LENGTH\x10\x01\x12\x0b\n\x07\x43ONTEXT\x10\x02\x12\x0c\n\x08\x44\x45\x41\x44LINE\x10\x03\x12\r\n\tCANCELLED\x10\x04\x12\t\n\x05STALE\x10\x05\x12\x0f\n\x0b\x45NGINE_LOST\x10\x06\x32\xca\x05\n\x06\x42ridge\x12\x46\n\x04Info\x12\x1f.triplane.bridge.v1.InfoRequest\x1a\x1d.triplane.bridge.v1.InfoReply\x12Y\n\x0cStartEpisode\x12\'.triplane.bridge.v1.StartEpisodeRequest\x1a .triplane.bridge.v1.EpisodeState\x12H\n\x04Step\x12\x1f.triplane.bridge.v1.StepRequest\x1a\x1d.triplane.bridge.v1.StepEvent0\x01\x12W\n\nEndEpisode\x12%.triplane.bridge.v1.EndEpisodeRequest\x1a .triplane.bridge.v1.EpisodeChunk0\x01\x12\x45\n\x07\x43onnect\x12\x1b.triplane.bridge.v1.Command\x1a\x19.triplane.bridge.v1.Event(\x01\x30\x01\x12L\n\nCancelStep\x12\x1c.triplane.bridge.v1.StepName\x1a .triplane.bridge.v1.EpisodeState\x12O\n\nGetEpisode\x12\x1f.triplane.bridge.v1.EpisodeName\x1a .triplane.bridge.v1.EpisodeState\x12I\n\x05Renew\x12 .triplane.bridge.v1.RenewRequest\x1a\x1e.triplane.bridge.v1.RenewReply\x12I\n\x05Score\x12 .triplane.bridge.v1.ScoreRequest\x1a\x1e.triplane.bridge.v1.ScoreReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,10 +35,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STARTEPISODEREQUEST_LABELSENTRY']._serialized_options = b'8\001'
   _globals['_ENDEPISODEREQUEST_COMPONENTSENTRY']._loaded_options = None
   _globals['_ENDEPISODEREQUEST_COMPONENTSENTRY']._serialized_options = b'8\001'
-  _globals['_VERSIONRULE']._serialized_start=2503
-  _globals['_VERSIONRULE']._serialized_end=2540
-  _globals['_FINISH']._serialized_start=2542
-  _globals['_FINISH']._serialized_end=2642
+  _globals['_VERSIONRULE']._serialized_start=2491
+  _globals['_VERSIONRULE']._serialized_end=2528
+  _globals['_FINISH']._serialized_start=2530
+  _globals['_FINISH']._serialized_end=2630
   _globals['_INFOREQUEST']._serialized_start=49
   _globals['_INFOREQUEST']._serialized_end=62
   _globals['_INFOREPLY']._serialized_start=65
@@ -58,33 +58,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STEPEND']._serialized_start=944
   _globals['_STEPEND']._serialized_end=1013
   _globals['_STEPEVENT']._serialized_start=1016
-  _globals['_STEPEVENT']._serialized_end=1159
-  _globals['_ENDEPISODEREQUEST']._serialized_start=1162
-  _globals['_ENDEPISODEREQUEST']._serialized_end=1376
-  _globals['_ENDEPISODEREQUEST_COMPONENTSENTRY']._serialized_start=1316
-  _globals['_ENDEPISODEREQUEST_COMPONENTSENTRY']._serialized_end=1365
-  _globals['_EPISODECHUNK']._serialized_start=1378
-  _globals['_EPISODECHUNK']._serialized_end=1436
-  _globals['_EPISODENAME']._serialized_start=1438
-  _globals['_EPISODENAME']._serialized_end=1471
-  _globals['_STEPNAME']._serialized_start=1473
-  _globals['_STEPNAME']._serialized_end=1517
-  _globals['_EPISODESTATE']._serialized_start=1520
-  _globals['_EPISODESTATE']._serialized_end=1655
-  _globals['_RENEWREQUEST']._serialized_start=1657
-  _globals['_RENEWREQUEST']._serialized_end=1692
-  _globals['_RENEWREPLY']._serialized_start=1694
-  _globals['_RENEWREPLY']._serialized_end=1720
-  _globals['_SCOREREQUEST']._serialized_start=1722
-  _globals['_SCOREREQUEST']._serialized_end=1808
-  _globals['_SCOREREPLY']._serialized_start=1810
-  _globals['_SCOREREPLY']._serialized_end=1857
-  _globals['_COMMAND']._serialized_start=1860
-  _globals['_COMMAND']._serialized_end=2149
-  _globals['_FAILURE']._serialized_start=2151
-  _globals['_FAILURE']._serialized_end=2206
-  _globals['_EVENT']._serialized_start=2209
-  _globals['_EVENT']._serialized_end=2501
-  _globals['_BRIDGE']._serialized_start=2645
-  _globals['_BRIDGE']._serialized_end=3359
+  _globals['_STEPEVENT']._serialized_end=1147
+  _globals['_ENDEPISODEREQUEST']._serialized_start=1150
+  _globals['_ENDEPISODEREQUEST']._serialized_end=1364
+  _globals['_ENDEPISODEREQUEST_COMPONENTSENTRY']._serialized_start=1304
+  _globals['_ENDEPISODEREQUEST_COMPONENTSENTRY']._serialized_end=1353
+  _globals['_EPISODECHUNK']._serialized_start=1366
+  _globals['_EPISODECHUNK']._serialized_end=1424
+  _globals['_EPISODENAME']._serialized_start=1426
+  _globals['_EPISODENAME']._serialized_end=1459
+  _globals['_STEPNAME']._serialized_start=1461
+  _globals['_STEPNAME']._serialized_end=1505
+  _globals['_EPISODESTATE']._serialized_start=1508
+  _globals['_EPISODESTATE']._serialized_end=1643
+  _globals['_RENEWREQUEST']._serialized_start=1645
+  _globals['_RENEWREQUEST']._serialized_end=1680
+  _globals['_RENEWREPLY']._serialized_start=1682
+  _globals['_RENEWREPLY']._serialized_end=1708
+  _globals['_SCOREREQUEST']._serialized_start=1710
+  _globals['_SCOREREQUEST']._serialized_end=1796
+  _globals['_SCOREREPLY']._serialized_start=1798
+  _globals['_SCOREREPLY']._serialized_end=1845
+  _globals['_COMMAND']._serialized_start=1848
+  _globals['_COMMAND']._serialized_end=2137
+  _globals['_FAILURE']._serialized_start=2139
+  _globals['_FAILURE']._serialized_end=2194
+  _globals['_EVENT']._serialized_start=2197
+  _globals['_EVENT']._serialized_end=2489
+  _globals['_BRIDGE']._serialized_start=2633
+  _globals['_BRIDGE']._serialized_end=3347
 # @@protoc_insertion_point(module_scope)

@@ -56,8 +56,8 @@ class Subscription:
             self._wake(self)
 
     def take(self, event: pb.StepEvent) -> bool:
-        """Fill `event` with tokens that are new to this reader, or the end of the turn. False: the reader has to wait
-        for `wake`.
+        """Fill `event` with tokens that are new to this reader, and the end of the turn after the last of them. False:
+        the reader has to wait for `wake`.
 
         Raises EpisodeExpired if the tokens are gone, and the error that stopped the turn without ending it.
         """
@@ -68,15 +68,16 @@ class Subscription:
                 f"the lease of episode {self._episode.identity} ended before all of step {self._step} was read: renew"
                 " leases in time"
             )
-        if turn.tokens > self.cursor:
+        new = turn.tokens > self.cursor
+        if new:
             self.cursor = self._episode.fill_tokens(event.tokens, turn, self.cursor)
-        elif turn.finish is not None:
+        if turn.finish is not None and self.cursor >= turn.tokens:
             event.end.finish, event.end.tokens = turn.finish, turn.tokens  # type: ignore[assignment]
             self.done = True
-        elif self.error is not None:
+        elif not new and self.error is not None:
             self.done = True
             raise self.error
-        else:
+        elif not new:
             self._called = False
             return False
         event.episode_id, event.step = self._episode.identity, self._step

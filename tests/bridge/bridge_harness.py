@@ -56,11 +56,14 @@ class Turned:
         self.finish: int | None = None
 
     def add(self, event: pb.StepEvent) -> None:
-        if event.WhichOneof("what") == "end":
+        assert self.finish is None and (event.HasField("tokens") or event.HasField("end"))
+        if event.HasField("tokens"):
+            self._add(event.tokens)
+        if event.HasField("end"):
             assert event.end.tokens == len(self.tokens)
             self.finish = event.end.finish
-            return
-        new = event.tokens
+
+    def _add(self, new: pb.Tokens) -> None:
         assert new.first == len(self.tokens) and len(new.ids) == len(new.logprobs) > 0
         place = new.first
         for span in new.spans:

@@ -73,7 +73,7 @@ def test_steps_are_what_the_engine_samples_and_replays_are_equal(policy: Path, t
             rest = [event async for event in client.step_call(episode, 3, from_token=20)]
             assert tokens_of(rest[0].tokens.ids) == context[-4:] and rest[0].tokens.first == 20
             rest = [event async for event in client.step_call(episode, 3, from_token=24)]
-            assert [event.WhichOneof("what") for event in rest] == ["end"]
+            assert [(event.HasField("tokens"), event.HasField("end")) for event in rest] == [(False, True)]
 
     asyncio.run(run())
 

@@ -121,10 +121,11 @@ class Step:
     def take(self, event: pb.Event) -> bool:
         """See Command."""
         step = event.step
-        if step.WhichOneof("what") == "tokens":
+        if step.HasField("tokens"):
             self.received.add(step.tokens)
             if self.received.count > self._wanted:
                 self._wake()
+        if not step.HasField("end"):
             return False
         self.turn = self.received.turn(step.end)
         self._over(self)
