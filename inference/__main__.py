@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from contracts.errors import TriplaneError
+from contracts.errors import ConfigError, TriplaneError
 
 _BRIDGE = """Serve episodes of a policy, over gRPC, to a trainer that is not ours.
 
@@ -94,7 +94,13 @@ def weights(
 
 @app.command(help=_BRIDGE)
 def bridge(
-    policy: Annotated[str, typer.Option(help="Checkpoint directory, or a digest prefix of a checkpoint in the store.")],
+    policy: Annotated[
+        str | None, typer.Option(help="Checkpoint directory, or a digest prefix of a checkpoint in the store.")
+    ] = None,
+    policy_file: Annotated[
+        Path | None,
+        typer.Option(help="Instead: a file whose first line names the policy; another one is served when it changes."),
+    ] = None,
     listen: Annotated[
         str | None, typer.Option(help="unix:/path or host:port (default: a socket that only you can connect to).")
     ] = None,
@@ -127,20 +133,26 @@ def bridge(
     """Serve episodes of a policy to a trainer."""
     from contracts.rpc.listening import Listening
     from contracts.rpc.meeting import default_address
+    from inference.bridge.policy_file import PolicyFile
     from inference.bridge.registry import Bounds
     from inference.bridge.serve import SOCKET, Options
     from inference.bridge.serve import serve as run
     from inference.engines.config import BuiltinConfig, OpenAIConfig
     from inference.server.serve import find_policy
 
-    directory, found = find_policy(policy, store)
+    if (policy is None) == (policy_file is None):
+        raise ConfigError("give either --policy or --policy-file")
+    if policy_file is not None and (engine_url or version):
+        raise ConfigError("--policy-file goes with neither --engine-url nor --version: the file names versions itself")
+    named = None if policy_file is None else PolicyFile(policy_file, store)
+    directory, found = find_policy(policy or "", store) if named is None else named.read()
     listening = Listening(listen or default_address(SOCKET), tls_cert, tls_key, tls_client_ca, key_file, insecure)
     engine = (
         BuiltinConfig(max_batch=max_batch, threads=threads)
         if engine_url is None
         else OpenAIConfig(base_url=engine_url, model=engine_model)
     )
-    run(directory, version or found, Options(listening, Bounds(max_episodes, lease), journal, drain, engine))
+    run(directory, version or found, Options(listening, Bounds(max_episodes, lease), journal, drain, engine, named))
 
 
 def main() -> None:

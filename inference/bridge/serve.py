@@ -32,6 +32,7 @@ from contracts.rpc.listening import Listening
 from inference.bridge.calls import Unreadable
 from inference.bridge.checks import Limits
 from inference.bridge.journal import Journal
+from inference.bridge.policy_file import PolicyFile
 from inference.bridge.service import BridgeService
 from inference.bridge.sessions import Bounds, Sessions
 from inference.engines import BuiltinConfig, OpenAIConfig, open_engine
@@ -68,6 +69,8 @@ class Options:
     drain_s: float = DRAIN_S
     """Longest drain after SIGTERM, in seconds."""
     engine: BuiltinConfig | OpenAIConfig = field(default_factory=BuiltinConfig)
+    policies: PolicyFile | None = None
+    """Names the policies to serve after the first one."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +118,12 @@ async def serving(engine: Engine, limits: Limits, options: Options) -> AsyncIter
         stack.push_async_callback(server.stop, _GRACE_S)
         for name in ("", _SERVICE):
             await probe.set(name, health_pb2.HealthCheckResponse.SERVING)
-        for work in (sessions.sweeping(), *(() if journal is None else (journal.sync(),))):
+        works = [sessions.sweeping()]
+        if journal is not None:
+            works.append(journal.sync())
+        if options.policies is not None:
+            works.append(options.policies.follow(engine))
+        for work in works:
             stack.push_async_callback(_cancelled, asyncio.create_task(work))
         yield Bridge(sessions, _address(listening.address, port))
         await probe.enter_graceful_shutdown()

@@ -217,10 +217,10 @@ async def held_bridge(
 
 @contextlib.contextmanager
 def process(
-    policy: Path, listen: str, *options: str, command: str = "bridge"
+    policy: Path, listen: str, *options: str, command: str = "bridge", named: str = "--policy"
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """`python -m inference bridge` in a process of its own, and the address that it printed."""
-    words = [sys.executable, "-m", "inference", command, "--policy", str(policy), "--listen", listen, *options]
+    words = [sys.executable, "-m", "inference", command, named, str(policy), "--listen", listen, *options]
     env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
     running = subprocess.Popen(words, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:

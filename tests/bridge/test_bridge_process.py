@@ -262,6 +262,7 @@ def test_port_makes_and_prints_a_key(policy: Path, tmp_path: Path) -> None:
         (["--listen", "0.0.0.0:1"], "can be reached from other machines"),
         (["--key-file", "/nowhere"], "/nowhere"),
         (["--listen", "127.0.0.1:0"], "needs --key-file: a made key is another one after a restart"),
+        (["--policy-file", "."], "give either --policy or --policy-file"),
     ],
 )
 def test_wrong_options_end_in_one_line(

@@ -1,0 +1,68 @@
+"""Serve the policy that a file names, and another one whenever the file names another.
+
+The first line is a checkpoint, as `--policy` takes it; the second, if there is one, its version. A trainer on the same
+machine writes the file anew and renames it, and sees in `Info` when the policy is served.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from contracts.errors import ConfigError, TriplaneError, describe
+from inference.engines.base import Engine
+from inference.server.serve import find_policy
+
+LOOK_S = 0.2
+"""Time between two looks at the file, in seconds."""
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PolicyFile:
+    """A file that names a policy."""
+
+    path: Path
+    store: str | None
+    """Store with the checkpoints; None: $TRIPLANE_STORE."""
+
+    def read(self) -> tuple[Path, str]:
+        """Directory and version of the policy. Raises TriplaneError."""
+        try:
+            lines = [line.strip() for line in self.path.read_text().splitlines()]
+        except (OSError, ValueError) as error:
+            words = describe(error) if isinstance(error, OSError) else "it is not UTF-8"
+            raise ConfigError(f"--policy-file {self.path} can't be read: {words}") from error
+        if not lines or not lines[0]:
+            raise ConfigError(f"--policy-file {self.path} is empty: write a checkpoint directory in its first line")
+        directory, version = find_policy(lines[0], self.store)
+        return directory, (lines[1] if len(lines) > 1 else "") or version
+
+    async def follow(self, engine: Engine) -> None:
+        """Load every policy that the file names from now on, until cancelled. One that can't be loaded is logged, and
+        the current one stays.
+        """
+        seen = None  # the file may have changed since the engine was opened
+        while True:
+            stamp = self._stamp()
+            if stamp is None or stamp == seen:
+                await asyncio.sleep(LOOK_S)
+                continue
+            seen = stamp
+            try:
+                directory, version = await asyncio.to_thread(self.read)
+                if version != await engine.version():
+                    await engine.load_weights(directory, version)
+            except TriplaneError as error:
+                _log.error("the served policy stays: %s", error)
+            except Exception:  # noqa: BLE001 (whatever a damaged checkpoint raises must not end the bridge)
+                _log.exception("the served policy stays: %s can't be loaded", self.path)
+
+    def _stamp(self) -> tuple[int, int, int] | None:
+        try:
+            found = self.path.stat()
+        except OSError:
+            return None
+        return found.st_mtime_ns, found.st_ino, found.st_size
