@@ -153,6 +153,7 @@ class Episode:
 
     async def check(self) -> None:
         """Compare the transcript with the bridge's, while no step runs. Raises TokensChanged."""
+        await self._settled()
         state = await self.state()
         if state.digest != self.digest():
             raise TokensChanged(
@@ -162,7 +163,9 @@ class Episode:
             )
 
     def context(self) -> Ids:
-        """[n] all tokens so far: the prompt, and of each turn the observation and the policy's tokens."""
+        """[n] all tokens of the turns that have ended: the prompt, and of each turn the observation and the policy's
+        tokens. A cancelled turn ends a little later.
+        """
         return np.concatenate(self._parts())
 
     def digest(self) -> str:
@@ -176,10 +179,7 @@ class Episode:
         return [self.prompt_ids, *(part for turn in self.turns for part in (turn.observation_ids, turn.token_ids))]
 
     async def _begin(self, observation_ids: AnyIds, sampling: Sampling | None, turn_s: float) -> Step:
-        while (earlier := self._running) is not None:
-            if not earlier.cancelled:
-                raise BridgeError(f"a step of episode {self.id} runs already: wait for it, or cancel it")
-            await earlier.wait()
+        await self._settled()
         if self._broken is not None:
             raise self._broken
         if self.ended:
@@ -194,6 +194,13 @@ class Episode:
         self._running = command = Step(request, received, self._over)
         self._client.link.send(command)
         return command
+
+    async def _settled(self) -> None:
+        """Wait for the end of a turn that was cancelled. Raises BridgeError if one runs that was not."""
+        while (earlier := self._running) is not None:
+            if not earlier.cancelled:
+                raise BridgeError(f"a step of episode {self.id} runs already: wait for it, or cancel it")
+            await earlier.wait()
 
     def _over(self, command: Step) -> None:
         """Take a turn that has ended, or keep what is here of one that failed."""
