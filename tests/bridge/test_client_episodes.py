@@ -21,6 +21,7 @@ from inference.bridge.client import (
     Bridge,
     BridgeClient,
     BridgeError,
+    Episode,
     Finish,
     Sampling,
     Span,
@@ -164,6 +165,33 @@ async def test_bridge_is_restarted_under_open_turns(policy: Path, tmp_path: Path
             assert await asyncio.gather(*playing) == undisturbed
             assert server.sessions.open == 0
     await engine.close()
+
+
+@looped
+async def test_killed_bridge_is_started_again_under_open_turns(tmp_path: Path) -> None:
+    policy = write_checkpoint(tmp_path / "p", 0, max_position_embeddings=2048)
+    listen, journal = f"unix:{tmp_path / 'b.sock'}", str(tmp_path / "journal")
+
+    async def one(bridge: BridgeClient, number: int, held: list[Episode]) -> list[bytes]:
+        episode = await bridge.start([5, 6, number], sampling=Sampling(max_tokens=120, seed=number))
+        held.append(episode)
+        turn = await episode.step()
+        await episode.check()
+        return [turn.token_ids.tobytes(), turn.logprobs.tobytes()]
+
+    async with BridgeClient(listen) as bridge:
+        with process(policy, listen, "--journal", journal, "--threads", "1") as (running, _):
+            undisturbed = await asyncio.gather(*(one(bridge, number, []) for number in range(3)))
+            held: list[Episode] = []
+            playing = [asyncio.create_task(one(bridge, number, held)) for number in range(3)]
+            await until(lambda: len(held) == 3 and all(each._running and each._running.received.count for each in held))
+            running.kill()
+            running.wait()
+            assert not any(task.done() for task in playing)
+        with process(policy, listen, "--journal", journal, "--threads", "1"):
+            assert await asyncio.gather(*playing) == undisturbed
+            for episode in held:
+                await episode.end()
 
 
 def open_of(server: Any) -> list[Any]:
