@@ -32,6 +32,6 @@ def test_grpo_of_trl_raises_held_out_solving(tmp_path: Path) -> None:
     environment = {**os.environ, **quiet, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+    found = json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"')))
     print(f"held-out solving {found['before']:.1f}% -> {found['after']:.1f}%")
     assert found["after"] >= found["before"] + 15
