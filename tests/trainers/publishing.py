@@ -1,19 +1,23 @@
-"""How a trainer of these tests starts its policy server and publishes weights to it. Needs the standard library."""
+"""How a trainer of these tests starts its bridge and publishes weights to it."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import subprocess
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from inference.bridge.client import Bridge
+
 ROOT = Path(__file__).parents[2]
+_WAIT_S = 60.0
 
 
 class PolicyServer:
-    """The server's process, and the checkpoints that it was given."""
+    """A bridge in a process of its own, and the checkpoints that it was given."""
 
     def __init__(self, python: str, folder: Path) -> None:
         """python: of the environment with Triplane."""
@@ -22,6 +26,7 @@ class PolicyServer:
         self.version = ""
         """Policy version that it serves."""
         self._count = 0
+        self._process: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -29,30 +34,38 @@ class PolicyServer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._count:
+        if self._process is not None:
             self._process.kill()
             self._process.communicate()
 
     def publish(self, model: Any) -> None:
-        """Serve the weights of a transformers model from now on; starts the server at first."""
+        """Serve the weights of a transformers model from now on; starts the bridge at first."""
         self._count += 1
         directory, self.version = self._folder / f"policy-{self._count}", f"v{self._count}"
         model.save_pretrained(directory)
-        if self._count == 1:
-            socket = self.address.removeprefix("unix:")
-            self._process = subprocess.Popen(
-                [self._python, "-m", "tests.trainers.policy_server", str(directory), self.version, socket],
-                cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1"},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-        else:
-            assert self._process.stdin is not None
-            self._process.stdin.write(f"{directory} {self.version}\n")
-            self._process.stdin.flush()
-            shutil.rmtree(self._folder / f"policy-{self._count - 1}")
-        assert self._process.stdout is not None
-        answer = self._process.stdout.readline().strip()
-        assert answer == self.version, f"the policy server answered {answer!r} to {self.version}"
+        new, file = self._folder / "policy.new", self._folder / "policy"
+        new.write_text(f"{directory}\n{self.version}\n")
+        new.rename(file)
+        if self._process is None:
+            self._process = self._started(file)
+            return
+        with Bridge(self.address) as bridge:
+            deadline = time.monotonic() + _WAIT_S
+            while bridge.info().versions[0] != self.version:
+                assert time.monotonic() < deadline, f"{self.version} is not served after {_WAIT_S:g} s"
+                time.sleep(0.02)
+        shutil.rmtree(self._folder / f"policy-{self._count - 1}")
+
+    def _started(self, file: Path) -> subprocess.Popen[str]:
+        command = [self._python, "-m", "inference", "bridge", "--policy-file", str(file), "--listen", self.address]
+        process = subprocess.Popen(
+            [*command, "--threads", "1"],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stdout is not None
+        answer = process.stdout.readline()
+        assert answer.startswith(f"policy {self.version} at "), f"the bridge said {answer!r}"
+        return process
