@@ -71,6 +71,7 @@ async def _run(options: BridgeChaosOptions) -> Result:
         "transcripts_changed": float(len(found["digests"]) - len(digests)),
         "tokens_changed": float(found["changed"]),
         "calls_wrong": float(len(found["wrong"])),
+        "calls_answered": float(found["answered"]),
         "episodes_left": float(found["left"]),
         "processes_left": float(len(processes)),
         "sockets_left": float(len(sockets)),
@@ -153,6 +154,7 @@ def _result(lab: Lab) -> dict[str, Any]:
         "changed": changed,
         "tokens": tokens,
         "wrong": lab.wrong,
+        "answered": lab.answered,
         "connections": lab.proxy.accepted,
     }
 

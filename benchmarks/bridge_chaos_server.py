@@ -29,7 +29,7 @@ VOCABULARY = 4096
 LEASE_S = 10.0
 """Of all episodes, in seconds: those of clients that do not come back are gone after that."""
 _LONGEST_PIECE = 6
-_PAUSE_S = 0.004
+_PAUSE_S = 0.015
 """Mean time of a piece."""
 
 
