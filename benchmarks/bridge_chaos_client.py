@@ -26,9 +26,12 @@ from inference.bridge.errors import EpisodeEnded
 
 WIDTH = 32
 """Episodes that one client plays at the same time."""
-_EXPECTED = {"WrongStep", "UnknownEpisode", "EpisodeEnded", "EpisodeConflict"}
+_EXPECTED = {"WrongStep", "UnknownEpisode", "EpisodeEnded", "EpisodeConflict", "Draining"}
 """Errors that a stray call may meet."""
+_CUT = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.INTERNAL}
+"""Statuses that gRPC itself gives to calls whose connection was cut; an error of the bridge has a name."""
 _CALL_S = 5.0
+_FAR = 1000
 _QUICK = [("grpc.initial_reconnect_backoff_ms", 50), ("grpc.max_reconnect_backoff_ms", 100)]
 
 
@@ -100,7 +103,7 @@ class Stray:
             return
         except grpc.aio.AioRpcError as error:
             name = str(dict(error.trailing_metadata() or ()).get(ERROR_NAME, ""))
-            if error.code() is grpc.StatusCode.UNAVAILABLE:
+            if not name and error.code() in _CUT:
                 return
             if name not in _EXPECTED:
                 self.wrong.append(f"{kind}: {error.code().name} {name}: {error.details()}")
@@ -128,8 +131,8 @@ class Stray:
             self.wrong.append("late: a step from before the last one was answered")
 
     async def _early(self, episode: Episode) -> None:
-        """A step that is not due."""
-        async for _ in self._stub.Step(self._request(episode, len(episode.turns) + 3, b"", None)):
+        """A step that is not due, and will not be when a delayed call arrives."""
+        async for _ in self._stub.Step(self._request(episode, len(episode.turns) + _FAR, b"", None)):
             self.wrong.append("early: a step that is not due was answered")
 
     async def _cancel(self, episode: Episode) -> None:
