@@ -130,5 +130,5 @@ class Runs:
     async def _template(self, task: Task) -> str:
         files = task.files_digest
         if files not in self._templates:
-            self._templates[files] = await self._client.put_template(task.files)
+            self._templates[files] = await self._client.put_template(task.files, task.base)
         return self._templates[files]

@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Coroutine, Mapping, Sequence
+import logging
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -26,9 +28,10 @@ from contracts.pb import envd_pb2 as pb
 from contracts.pb import envd_pb2_grpc as rpc
 from envd.calling import RPC_GRACE_S, Caller
 from envd.connection import SANDBOX_TOKEN, Access, Metadata
-from envd.errors import EnvdError, SandboxGone, SandboxUnknown, ServerBusy, ServerLost, TemplateError
+from envd.errors import BaseMissing, EnvdError, SandboxGone, SandboxUnknown, ServerBusy, ServerLost, TemplateError
 from envd.meeting import default_address
 from envd.messages import export_message, left_out_of, limits_message, status_of, tool_result_of, verify_result_of
+from envd.trees import changes, template_digest
 from envd.types import (
     Export,
     Handle,
@@ -61,9 +64,12 @@ __all__ = [
     "VerifyResult",
 ]
 
+_log = logging.getLogger(__name__)
 _PIECE = 4 << 20
 _RUNTIME_S = 900.0
 """Bytes of a runtime in one message, and how long the last one may take: the server compiles the packages then."""
+_BASES, _BASE_TRIES = 8, 3
+"""Bases of templates whose digests are kept, and how often one is sent for one template."""
 _ENDING_S = 10.0
 """Longest that a client's end waits for sandboxes that nobody wants any more."""
 
@@ -83,7 +89,8 @@ class SandboxClient:
         self.address = default_address() if address is None else address
         self.caller = Caller(self.address, Access.found(self.address) if access is None else access)
         self._ending: set[asyncio.Future[None]] = set()
-        self._sending: dict[str, asyncio.Future[None]] = {}
+        self._sending: dict[str, asyncio.Future[Any]] = {}
+        self._bases: deque[tuple[Mapping[str, bytes], str]] = deque(maxlen=_BASES)
 
     async def __aenter__(self) -> Self:
         self._open(self.caller.open())
@@ -101,18 +108,52 @@ class SandboxClient:
             await asyncio.wait(self._ending, timeout=_ENDING_S)
         await self.caller.close()
 
-    async def put_template(self, files: Mapping[str, bytes]) -> str:
+    async def put_template(self, files: Mapping[str, bytes], base: Mapping[str, bytes] | None = None) -> str:
         """Store the files of a workspace and return their digest. Idempotent.
 
         The workspace that sandboxes get is a git repository with these files in one commit, the same for ever.
+
+        base: files that many templates share, which must not change while the client is open. The server gets them
+        once, and of `files` only what differs. Digest and workspace are those of a template without a base.
+        Raises TemplateError for a bad path.
         """
+        if base is None:
+            return await self._put_whole(files)
+        digest = self._digest_of(base)
+        changed, removed = changes(base, files)
+        request = pb.PutTemplateRequest(files=changed, base=digest, removed=removed)
+        for _ in range(_BASE_TRIES):
+            with suppress(BaseMissing):
+                return cast(str, (await self.ask("sandboxes.PutTemplate", request)).digest)
+            await self._shared(digest, lambda: self._put_whole(base))
+        _log.warning(
+            "envd server %s removed the base of a template %d times, so the template is sent whole: raise"
+            " quotas.template_mb or quotas.templates in its rules",
+            self.address,
+            _BASE_TRIES,
+        )
+        return await self._put_whole(files)
+
+    async def _put_whole(self, files: Mapping[str, bytes]) -> str:
         return cast(str, (await self.ask("sandboxes.PutTemplate", pb.PutTemplateRequest(files=dict(files)))).digest)
+
+    def _digest_of(self, base: Mapping[str, bytes]) -> str:
+        """Template digest of a base, computed once as long as few others are used."""
+        found = next((digest for each, digest in self._bases if each is base), None)
+        if found is None:
+            found = template_digest(base)
+            self._bases.append((base, found))
+        return found
 
     async def put_runtime(self, digest: str, archive: Path) -> None:
         """Store a runtime, an uncompressed tar of plain files with this SHA-256. Idempotent; can be resumed."""
+        await self._shared(digest, lambda: self._send_runtime(digest, archive))
+
+    async def _shared(self, digest: str, send: Callable[[], Coroutine[Any, Any, object]]) -> None:
+        """Send what has this digest, or wait for who does so already."""
         sending = self._sending.get(digest)
         if sending is None:
-            sending = self._sending[digest] = asyncio.ensure_future(self._send_runtime(digest, archive))
+            sending = self._sending[digest] = asyncio.ensure_future(send())
             sending.add_done_callback(lambda _: self._sending.pop(digest, None))
         await asyncio.shield(sending)  # others may wait for it too
 

@@ -24,6 +24,10 @@ class RuntimeMissing(TemplateError):
     """A runtime that the server does not have."""
 
 
+class BaseMissing(TemplateError):
+    """A template to derive from that the server does not have."""
+
+
 class SandboxGone(EnvdError):
     """The sandbox does not exist any more: finished, crashed, or past its lifetime."""
 

@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class PutTemplateRequest(_message.Message):
-    __slots__ = ("files",)
+    __slots__ = ("files", "base", "removed")
     class FilesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -16,8 +16,12 @@ class PutTemplateRequest(_message.Message):
         value: bytes
         def __init__(self, key: _Optional[str] = ..., value: _Optional[bytes] = ...) -> None: ...
     FILES_FIELD_NUMBER: _ClassVar[int]
+    BASE_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
     files: _containers.ScalarMap[str, bytes]
-    def __init__(self, files: _Optional[_Mapping[str, bytes]] = ...) -> None: ...
+    base: str
+    removed: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, files: _Optional[_Mapping[str, bytes]] = ..., base: _Optional[str] = ..., removed: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class PutTemplateReply(_message.Message):
     __slots__ = ("digest",)

@@ -65,7 +65,7 @@ class SandboxesServicer:
     """Missing associated documentation comment in .proto file."""
 
     def PutTemplate(self, request, context):
-        """Stores a template by the digest of its files. Idempotent.
+        """Stores a template by the digest of its files, sent whole or as what it has in place of a base's files. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -194,7 +194,7 @@ async def play_task(
     """Run the agent on one task and grade it. sample: number of this attempt at the task."""
     turns: list[Turn] = []
     await verifier.provide(task)
-    template, environment = await client.put_template(task.files), task.environment
+    template, environment = await client.put_template(task.files, task.base), task.environment
     async with await client.create(
         template, limits=limits, env=environment.variables(task.files), runtime=environment.runtime
     ) as sandbox:

@@ -51,7 +51,7 @@ class FleetClient(SandboxClient):
         super().__init__(address, Access())
         self._entries = entries_of(address)
         self._members: dict[str, Member] = {}
-        self._files: dict[str, Mapping[str, bytes]] = {}
+        self._files: dict[str, tuple[Mapping[str, bytes], Mapping[str, bytes] | None]] = {}
         self._archives: dict[str, Path] = {}
         self._faults: list[str] = []
         self._refreshing = asyncio.Lock()
@@ -80,16 +80,16 @@ class FleetClient(SandboxClient):
         """Sandboxes of this client on each server, with creations and verifications in progress."""
         return {address: member.load for address, member in self._members.items()}
 
-    async def put_template(self, files: Mapping[str, bytes]) -> str:
+    async def put_template(self, files: Mapping[str, bytes], base: Mapping[str, bytes] | None = None) -> str:
         """See SandboxClient.put_template. Other servers get the files when they need them."""
 
         async def put(member: Member) -> str:
-            digest = await member.put_template(files)
+            digest = await member.put_template(files, base)
             member.templates.add(digest)
             return digest
 
         digest = await self._somewhere(put)
-        self._files[digest] = files
+        self._files[digest] = files, base
         return digest
 
     async def put_runtime(self, digest: str, archive: Path) -> None:

@@ -94,14 +94,21 @@ class Member(OperationsClient):
         return self.met or await self._probed()
 
     async def provide(
-        self, digest: str, files: Mapping[str, bytes] | None, runtime: str = "", archive: Path | None = None
+        self,
+        digest: str,
+        files: tuple[Mapping[str, bytes], Mapping[str, bytes] | None] | None,
+        runtime: str = "",
+        archive: Path | None = None,
     ) -> None:
-        """Give it a template and a runtime that it does not have yet. None: what the client was not given."""
+        """Give it a template and a runtime that it does not have yet. None: what the client was not given.
+
+        files: of the template, and of its base if it has one.
+        """
         if runtime not in self.templates and archive is not None:
             await self.put_runtime(runtime, archive)
             self.templates.add(runtime)
         if digest not in self.templates and files is not None:
-            await self.put_template(files)
+            await self.put_template(*files)
             self.templates.add(digest)
 
     async def ask(

@@ -200,7 +200,8 @@ class Sandboxes:
         return decide(wanted, self.backends, self._rules_of(wanted.rules_yaml), self.audit, live)
 
     async def _prepare_template(self, wanted: Wanted) -> None:
-        """Store the template without the files that the rules hide, so that no program in the sandbox can read them.
+        """Make the directory that the sandbox gets: without the files that the rules hide, so that no program in the
+        sandbox can read them.
 
         Separate from `plan`, so that no await lies between its count of live sandboxes and the start.
         """
@@ -208,7 +209,9 @@ class Sandboxes:
         if rules.filesystem.hidden:
             _, decisions = self._decide(wanted)
             self.templates.require(wanted.template)
-            await self.templates.without(wanted.template, decisions.hidden)
+            await self.templates.ready(await self.templates.without(wanted.template, decisions.hidden))
+        else:
+            await self.templates.ready(wanted.template)
 
     def fresh_name(self) -> str:
         """Return a new box name, unique on this server."""

@@ -8,7 +8,7 @@ from typing import Any
 from contracts.pb import envd_pb2 as pb
 from contracts.pb import envd_pb2_grpc as rpc
 from envd.backends.base import Usage
-from envd.errors import EnvdError, SandboxGone
+from envd.errors import EnvdError, SandboxGone, TemplateError
 from envd.server.admission import Wanted
 from envd.server.calls import Context, Service, unary
 from envd.server.exporting import Exporting
@@ -22,8 +22,13 @@ class SandboxesService(Service, rpc.SandboxesServicer):
 
     @unary
     async def PutTemplate(self, request: pb.PutTemplateRequest, context: Context) -> pb.PutTemplateReply:
-        """Store a template and return its digest."""
-        return pb.PutTemplateReply(digest=await self.sandboxes.templates.put(request.files))
+        """Store a template, whole or as a patch of its base, and return its digest."""
+        templates = self.sandboxes.templates
+        if request.base:
+            return pb.PutTemplateReply(digest=await templates.derive(request.base, request.files, request.removed))
+        if request.removed:
+            raise TemplateError("removed paths without a base: name the digest of the template that has them")
+        return pb.PutTemplateReply(digest=await templates.put(request.files))
 
     @unary
     async def PutRuntime(self, request: pb.PutRuntimeRequest, context: Context) -> pb.PutRuntimeReply:

@@ -1,37 +1,38 @@
-"""Templates: pristine workspaces, named by the digest of their files and stored in the server's run directory."""
+"""Templates: pristine workspaces, named by the digest of their files and stored in the server's run directory.
+
+    templates/<digest>/   whole: the files, and a git repository that has them in one commit
+    patches/<digest>      derived: what the template has in place of its base's files (template_patches.py)
+
+A sandbox gets a directory, so `ready` makes a whole copy of a derived template before one starts, as `put` would have.
+Unused copies are removed first where room is needed. A copy shares nothing with the base that a sandbox could see:
+neither objects of git, which hold the base's version of changed files, nor inodes, whose numbers of links and times
+tell which files were changed.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import os
-import secrets
 import shutil
-import subprocess
-from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from contracts.errors import describe
-from contracts.rpc import caller
-from envd.errors import TemplateError
+from envd.errors import BaseMissing, TemplateError
 from envd.server.quotas import Quotas
 from envd.server.rules import hides
+from envd.server.template_books import Books, Removed
+from envd.server.template_patches import Patch
+from envd.server.template_trees import blocks_of, charge_of, check_paths, draft_of, read_tree, write_patch, write_tree
+from envd.trees import Tree, digest_of_hashes, hashes_of, patched, template_digest
 
-_STAMP = 1_000_000_000
-"""Modification time (seconds since 1970) of every template file; a file with another time was written."""
-_IDENTITY = {"NAME": "envd", "EMAIL": "envd@localhost", "DATE": f"{_STAMP} +0000"}
-_GIT_ENV = {f"GIT_{role}_{key}": value for role in ("AUTHOR", "COMMITTER") for key, value in _IDENTITY.items()} | {
-    "GIT_CONFIG_NOSYSTEM": "1",
-    "GIT_CONFIG_GLOBAL": "/dev/null",
-}
-
-_MOST_DERIVED = 1024
-_BLOCK, _REPOSITORY = 4096, 64 * 1024
-"""Block size of a file system, and the size of an empty git repository, in bytes."""
-
+_MOST_SHOWN = 1024
+_MOST_BASES = 8
+"""Number of bases whose hashes are kept in memory."""
+_UNUSED = 128 << 20
+"""Bytes of the whole copies of derived templates that are kept while no sandbox uses them."""
 _MAX_DIGEST = 128
 """Longest digest that is looked up, in characters; file systems reject much longer names."""
 
@@ -41,39 +42,71 @@ class Templates:
 
     def __init__(self, directory: Path, owner: int, quotas: Quotas | None = None) -> None:
         """quotas: limits for each key; None: no limits."""
-        self._directory = directory
+        self._directory, self._patches = directory, directory.with_name("patches")
         self._owner = owner
-        self._quotas = quotas
-        self._books: defaultdict[str, OrderedDict[str, int]] = defaultdict(OrderedDict)
+        self._bases: dict[str, str] = {}
+        self._books = Books(quotas, self._bases, self._busy)
         self._held: Counter[str] = Counter()
         self.on_removed: Callable[[str], Coroutine[Any, Any, None]] | None = None
-        """Callback with the digest of each removed template."""
+        """Callback with the digest of each template whose directory is removed."""
         self._lock = asyncio.Lock()
         self._storing: dict[str, asyncio.Task[None]] = {}
-        self._derived: dict[tuple[str, tuple[str, ...]], str] = {}
+        self._removing: dict[str, asyncio.Task[None]] = {}
+        self._shown: dict[tuple[str, tuple[str, ...]], str] = {}
+        self._hashes: OrderedDict[str, dict[str, bytes]] = OrderedDict()
 
-    async def put(self, files: Mapping[str, bytes]) -> str:
+    async def put(self, files: Tree) -> str:
         """Store a template and return its digest. Raises TemplateError for a path outside the workspace."""
-        for path in files:
-            _check_path(path)
-            for above in PurePosixPath(path).parents:
-                if str(above) in files:
-                    raise TemplateError(
-                        f"template path {path!r} lies below {str(above)!r}, which is a file: leave one of them out"
-                    )
+        check_paths(files, files)
         digest = template_digest(files)
-        await self._book(digest, files)
-        storing = self._storing.get(digest)
-        if storing is None:
-            storing = self._storing[digest] = asyncio.create_task(self._store_once(digest, dict(files)))
-            storing.add_done_callback(lambda _: self._storing.pop(digest))
-        # shielded: a thread can't be cancelled, so the work, and its lock, continue when a caller is cancelled
-        try:
-            await asyncio.shield(storing)
-        except TemplateError:
-            self._forget(digest)
-            raise
+        await self._remove(self._books.charge(digest, charge_of(files)))
+        await self._once(digest, self._store(digest, dict(files)), new=True)
         return digest
+
+    async def derive(self, base: str, changed: Tree, removed: Collection[str]) -> str:
+        """Store a template as a patch of its base, and return its digest: that of the whole tree.
+
+        changed: files that the base lacks or has otherwise. removed: paths of the base that the template lacks. Raises
+        BaseMissing, and TemplateError for a path outside the workspace or a removed path that the base lacks.
+        """
+        if not self._has(base):
+            raise BaseMissing(f"envd has no template {base[:80]!r} to derive from: put the base first")
+        root = self._bases.get(base, base)
+        with self.held(base), self.held(root):
+            patch = Patch(root, {}, frozenset())
+            if base != root:
+                patch = await asyncio.to_thread(self._patch_of, base, root)
+            return await self._derive(await self._hashes_of(root), patch, changed, frozenset(removed))
+
+    async def _derive(self, hashes: dict[str, bytes], base: Patch, changed: Tree, removed: frozenset[str]) -> str:
+        """hashes: of the files of the base's own base. base: empty for a base that is stored whole."""
+        absent = next((each for each in sorted(removed) if each not in hashes and each not in base.changed), None)
+        if absent is not None or removed & base.removed:
+            absent = absent or min(removed & base.removed)
+            raise TemplateError(f"removed path {absent!r} is no file of the base: leave it out")
+        both = removed & changed.keys()
+        if both:
+            raise TemplateError(f"path {min(both)!r} is both changed and removed: leave it out of one of them")
+        patch = base.then(changed, removed, hashes)
+        whole = {path: each for path, each in hashes.items() if path not in patch.removed} | hashes_of(patch.changed)
+        check_paths(changed, whole)
+        digest = digest_of_hashes(whole)
+        if self._has(digest):
+            await self._remove(self._books.charge(digest, 0))
+        else:
+            packed = await asyncio.to_thread(patch.pack, self._directory / patch.base)
+            await self._remove(self._books.charge(digest, blocks_of(len(packed)), base=patch.base))
+            await self._once(digest, self._store_patch(digest, patch.base, packed), new=True)
+        return digest
+
+    async def ready(self, digest: str) -> None:
+        """Make the directory of a template: that of a derived one may be missing. Hold the template without awaiting.
+
+        Raises TemplateError if the template was removed, and QuotaExceeded.
+        """
+        while not (self._directory / self.require(digest)).is_dir():
+            with self.held(digest):
+                await self._once(digest, self._copy(digest))
 
     @contextmanager
     def held(self, digest: str) -> Iterator[None]:
@@ -87,83 +120,113 @@ class Templates:
     def hold(self, digest: str) -> None:
         """Mark a template as in use, so that it is not removed until `release` is called as often."""
         self._held[digest] += 1
-        for book in self._books.values():
-            if digest in book:
-                book.move_to_end(digest)
+        self._books.use(digest)
 
     def release(self, digest: str) -> None:
         """Undo one `hold`."""
         self._held[digest] -= 1
         if not self._held[digest]:
             del self._held[digest]
+            # not at once: `ready` releases what its caller holds next
+            asyncio.get_running_loop().call_soon(self._remove_surplus)
 
-    async def _book(self, digest: str, files: Mapping[str, bytes]) -> None:
-        """Charge a template to the key of the call, and remove the key's least recently used ones to make room.
+    def _remove_surplus(self) -> None:
+        for digest in self._books.surplus(_UNUSED):
+            self._remove_directory(digest)
 
-        Raises QuotaExceeded.
-        """
-        book = self._books[caller.key()]
-        if self._quotas is None or digest in book:
-            book[digest] = book.pop(digest, 0)
-            return
-        size, most = _charge(files), self._quotas.rules.template_mb << 20
-        if size > most:
-            self._quotas.refuse("template_mb", f"no template of {size >> 20} MiB (files and git's copy)", "send less")
-        removed = self._make_room(book, size, most)
-        book[digest] = size
-        for each in removed:
-            await self._remove(each)
+    def _busy(self, digest: str) -> bool:
+        return digest in self._held or digest in self._storing
 
-    def _make_room(self, book: OrderedDict[str, int], size: int, most: int) -> list[str]:
-        """Take templates off a key's book until one more fits; return those that no other book lists.
-
-        Raises QuotaExceeded, and then changes nothing.
-        """
-        assert self._quotas is not None
-        left, count, victims = sum(book.values()), len(book), []
-        for digest in book:
-            if left + size <= most and count < self._quotas.rules.templates:
-                break
-            if digest not in self._held and digest not in self._storing:
-                victims.append(digest)
-                left, count = left - book[digest], count - 1
+    async def _once(self, digest: str, work: Coroutine[Any, Any, None], *, new: bool = False) -> None:
+        """Do what stores a template, or wait for who does so already. new: take it off the books if that fails."""
+        storing = self._storing.get(digest)
+        if storing is None or storing.done():
+            storing = self._storing[digest] = asyncio.create_task(work)
+            storing.add_done_callback(lambda done: self._stored(digest, done))
         else:
-            if left + size > most:
-                self._quotas.refuse(
-                    "template_mb", f"{left >> 20} MiB of templates that are in use", "end some sandboxes"
-                )
-            if count >= self._quotas.rules.templates:
-                self._quotas.refuse("templates", f"{count} templates that are in use", "end some sandboxes")
-        for digest in victims:
-            del book[digest]
-        return [digest for digest in victims if not any(digest in each for each in self._books.values())]
+            work.close()
+        # shielded: a thread can't be cancelled, so the work, and its lock, continue when a caller is cancelled
+        try:
+            await asyncio.shield(storing)
+        except TemplateError:
+            if new and not self._has(digest):
+                self._books.forget(digest)
+            raise
 
-    async def _remove(self, digest: str) -> None:
-        """Remove an unused template. Rename first, then delete, so that no reader finds a partial template."""
-        gone = self._directory / f".{digest}.{secrets.token_hex(4)}"
-        with suppress(OSError):
+    def _stored(self, digest: str, done: asyncio.Task[None]) -> None:
+        if self._storing.get(digest) is done:  # it may have a successor already
+            del self._storing[digest]
+
+    async def _store(self, digest: str, files: Tree) -> None:
+        async with self._lock:
+            await self._removed(digest)
+            if not self._has(digest):
+                await asyncio.to_thread(write_tree, self._directory / digest, files, self._owner)
+                self._books.resize(digest, charge_of(files))
+
+    async def _store_patch(self, digest: str, base: str, packed: bytes) -> None:
+        if not self._has(digest):
+            await asyncio.to_thread(write_patch, self._patches / digest, packed)
+            self._bases[digest] = base
+
+    async def _copy(self, digest: str) -> None:
+        """Store the whole copy of a derived template."""
+        async with self._lock:
+            await self._removed(digest)
+            with self.held(self._bases[digest]):
+                files = await asyncio.to_thread(self.files_of, digest)
+                if template_digest(files) != digest:
+                    raise TemplateError(f"template {digest[:12]} was changed on the disk: restart this envd server")
+                await self._remove(self._books.charge(digest, 0, copy=charge_of(files)))
+                try:
+                    await asyncio.to_thread(write_tree, self._directory / digest, files, self._owner)
+                except BaseException:
+                    self._books.copies.pop(digest, None)
+                    raise
+
+    async def _removed(self, digest: str) -> None:
+        """Wait until a directory of this name is removed that was to be removed."""
+        if digest in self._removing:
+            await asyncio.wait([self._removing[digest]])
+
+    async def _remove(self, removed: Removed) -> None:
+        """Remove unused templates and copies."""
+        for digest in removed.templates:
+            self._hashes.pop(digest, None)
+            if self._bases.pop(digest, None) is not None:
+                (self._patches / digest).unlink(missing_ok=True)
+            for key in [key for key, shown in self._shown.items() if digest in (key[0], shown)]:
+                del self._shown[key]
+        for digest in (*removed.copies, *removed.templates):
+            self._remove_directory(digest)
+        await asyncio.gather(*(self._removed(each) for each in (*removed.copies, *removed.templates)))
+
+    def _remove_directory(self, digest: str) -> None:
+        """Remove a template's directory, if it has one: rename it, so that no reader finds a part, and delete it later.
+
+        `_removed` waits for the end.
+        """
+        gone = draft_of(self._directory / digest)
+        with suppress(FileNotFoundError):
             (self._directory / digest).rename(gone)
-        for key in [key for key, shown in self._derived.items() if digest in (key[0], shown)]:
-            del self._derived[key]
+            removing = self._removing[digest] = asyncio.create_task(self._clear(digest, gone))
+            removing.add_done_callback(lambda _: self._removing.pop(digest))
+
+    async def _clear(self, digest: str, gone: Path) -> None:
         if self.on_removed is not None:
             await self.on_removed(digest)
         await asyncio.to_thread(shutil.rmtree, gone, True)
 
-    def _forget(self, digest: str) -> None:
-        """Remove the charges for a template that could not be stored."""
-        for book in self._books.values():
-            book.pop(digest, None)
-
     async def without(self, digest: str, hidden: Sequence[str]) -> str:
         """Digest of the template without the files that these globs match; stored at first use."""
         key = (digest, tuple(hidden))
-        if key not in self._derived:
+        if key not in self._shown:
             files = await asyncio.to_thread(self.files_of, digest)
-            shown = await self.put({path: data for path, data in files.items() if not hides(hidden, path)})
-            if len(self._derived) >= _MOST_DERIVED:
-                self._derived.pop(next(iter(self._derived)))
-            self._derived[key] = shown
-        return self._derived[key]
+            shown = await self.derive(digest, {}, [path for path in files if hides(hidden, path)])
+            if len(self._shown) >= _MOST_SHOWN:
+                self._shown.pop(next(iter(self._shown)))
+            self._shown[key] = shown
+        return self._shown[key]
 
     def shown(self, digest: str, hidden: Sequence[str]) -> str:
         """Digest that `without` returned; the template's own digest if `hidden` is empty.
@@ -173,96 +236,49 @@ class Templates:
         if not hidden:
             return digest
         try:
-            return self._derived[digest, tuple(hidden)]
+            return self._shown[digest, tuple(hidden)]
         except KeyError:
             raise TemplateError(f"the copy of template {digest[:12]} without hidden files was removed: retry") from None
 
     async def settled(self) -> None:
-        """Wait until no template is being stored."""
-        await asyncio.gather(*self._storing.values(), return_exceptions=True)
+        """Wait until no template is being stored or removed."""
+        await asyncio.gather(*self._storing.values(), *self._removing.values(), return_exceptions=True)
 
     def require(self, digest: str) -> str:
         """Return the digest if this server has the template, else raise TemplateError."""
-        if not digest.isalnum() or len(digest) > _MAX_DIGEST or not (self._directory / digest).is_dir():
+        if not self._has(digest):
             raise TemplateError(f"envd has no template {digest[:80]!r}: call put_template first")
         return digest
 
+    def _has(self, digest: str) -> bool:
+        known = digest.isalnum() and len(digest) <= _MAX_DIGEST
+        return digest in self._bases or (known and (self._directory / digest).is_dir())
+
     def directory_of(self, digest: str) -> Path:
-        """Directory of a template's files, which must not be changed."""
+        """Directory of a template's files, which must not be changed; see `ready`."""
         return self._directory / digest
 
     def files_of(self, digest: str) -> dict[str, bytes]:
         """Files of a template: content by path. Blocking."""
-        root = self._directory / self.require(digest)
-        found = (path for path in root.rglob("*") if path.is_file())
-        return {
-            name: path.read_bytes() for path in found if not (name := str(path.relative_to(root))).startswith(".git/")
-        }
+        base = self._bases.get(self.require(digest), digest)
+        files = read_tree(self._directory / base)
+        if base == digest:
+            return files
+        patch = self._patch_of(digest, base)
+        return patched(files, patch.changed, patch.removed)
 
-    async def _store_once(self, digest: str, files: Mapping[str, bytes]) -> None:
-        async with self._lock:
-            if not (self._directory / digest).exists():
-                await asyncio.to_thread(self._store, digest, files)
-
-    def _store(self, digest: str, files: Mapping[str, bytes]) -> None:
-        """Store a template under a name unique to this attempt, then rename, so that no reader finds a partial one."""
-        draft = self._directory / f".{digest}.{secrets.token_hex(4)}"
+    def _patch_of(self, digest: str, base: str) -> Patch:
+        """Patch of a derived template. Raises TemplateError. Blocking."""
         try:
-            draft.mkdir()
-            for path, content in sorted(files.items()):
-                target = draft / path
-                target.parent.mkdir(parents=True, exist_ok=True)
-                target.write_bytes(content)
-                target.chmod(0o755 if content.startswith(b"#!") else 0o644)
-            _commit(draft)
-            _settle(draft, self._owner)
-            draft.rename(self._directory / digest)
+            return Patch.unpack((self._patches / digest).read_bytes(), self._directory / base)
         except OSError as error:
-            if not (self._directory / digest).exists():  # if it exists, another attempt stored it
-                raise TemplateError(f"template {digest[:12]} can't be stored: {describe(error)}") from error
-        finally:
-            shutil.rmtree(draft, ignore_errors=True)
+            raise TemplateError(f"template {digest[:12]} can't be read ({describe(error)}): retry") from error
 
-
-def _charge(files: Mapping[str, bytes]) -> int:
-    """Bytes that a template takes on disk: files in whole blocks, as much again for git's copies, and _REPOSITORY."""
-    return 2 * sum(-(-max(len(content), 1) // _BLOCK) * _BLOCK for content in files.values()) + _REPOSITORY
-
-
-def template_digest(files: Mapping[str, bytes]) -> str:
-    """Digest of a template: SHA-256 over the sorted paths and the SHA-256 of each content."""
-    whole = hashlib.sha256(b"envd template 1\n")
-    for path, content in sorted(files.items()):
-        whole.update(path.encode() + b"\0" + hashlib.sha256(content).digest())
-    return whole.hexdigest()
-
-
-def _check_path(path: str) -> None:
-    pure = PurePosixPath(path)
-    bad = pure.is_absolute() or ".." in pure.parts or ".git" in pure.parts or str(pure) != path or path == "."
-    if bad or "\0" in path:
-        raise TemplateError(f"template path {path!r} must be a plain relative path outside .git")
-
-
-def _commit(directory: Path) -> None:
-    """Commit the files with fixed names and dates, so that equal files give the same commit on every machine."""
-    environment = {"PATH": os.environ.get("PATH", os.defpath), "HOME": str(directory)} | _GIT_ENV
-    for command in (
-        ["init", "--quiet", "--initial-branch=main", "--template="],
-        ["add", "--all", "--force"],
-        ["commit", "--quiet", "--allow-empty", "--message=template"],
-    ):
-        done = subprocess.run(["git", *command], cwd=directory, env=environment, capture_output=True, check=False)
-        if done.returncode:
-            said = " ".join(done.stderr.decode(errors="replace").split())
-            raise TemplateError(
-                f"git {command[0]} failed on a template ({said}): check {directory.parent}, and the space on its disk"
-            )
-
-
-def _settle(directory: Path, owner: int) -> None:
-    """Change the tree's owner to the sandbox's user and set every modification time to _STAMP."""
-    for path in [directory, *directory.rglob("*")]:
-        if owner != os.geteuid():
-            os.chown(path, owner, owner, follow_symlinks=False)
-        os.utime(path, (_STAMP, _STAMP), follow_symlinks=False)
+    async def _hashes_of(self, digest: str) -> dict[str, bytes]:
+        """Hashes of the files of a template that is stored whole, by path."""
+        if digest not in self._hashes:
+            found = await asyncio.to_thread(lambda: hashes_of(read_tree(self._directory / digest)))
+            self._hashes[digest] = found
+            if len(self._hashes) > _MOST_BASES:
+                self._hashes.popitem(last=False)
+        return self._hashes[digest]

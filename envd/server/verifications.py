@@ -84,6 +84,7 @@ class Verifications:
         }
         blob = diff + b"".join(content for _, content in files)
         with self._templates.held(digest), self._runtimes.held(runtime), self._counted():
+            await self._templates.ready(digest)
             try:
                 async with asyncio.timeout(patience_s):
                     await self._slots.acquire()

@@ -80,7 +80,7 @@ class Workspaces:
         if runtime:
             archive = await asyncio.to_thread(runtime_archive, self._store, runtime)
             await self._client.put_runtime(runtime, archive)
-        return await self._client.put_template(task.files)
+        return await self._client.put_template(task.files, task.base)
 
     def _limits_of(self, task: Task) -> Limits:
         least = task.environment.memory_mb or 0

@@ -116,7 +116,7 @@ class Bench(SandboxClient):
         super().__init__("unix:/nowhere")
         self.delay_s, self.verified = delay_s, 0
 
-    async def put_template(self, files: Mapping[str, bytes]) -> str:
+    async def put_template(self, files: Mapping[str, bytes], base: Mapping[str, bytes] | None = None) -> str:
         return "template"
 
     async def verify(

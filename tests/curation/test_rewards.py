@@ -47,7 +47,7 @@ class Faulty(SandboxClient):
     def __init__(self) -> None:
         super().__init__("unix:/nowhere")
 
-    async def put_template(self, files: Mapping[str, bytes]) -> str:
+    async def put_template(self, files: Mapping[str, bytes], base: Mapping[str, bytes] | None = None) -> str:
         return "template"
 
     async def verify(

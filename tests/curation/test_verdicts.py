@@ -57,7 +57,7 @@ class ScriptedClient(SandboxClient):
         self.calls = self.templates = 0
         self.told: list[str] = []
 
-    async def put_template(self, files: Mapping[str, bytes]) -> str:
+    async def put_template(self, files: Mapping[str, bytes], base: Mapping[str, bytes] | None = None) -> str:
         self.templates += 1
         return "template"
 

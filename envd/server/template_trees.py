@@ -1,0 +1,136 @@
+"""Whole templates on disk: a directory of files with a git repository that has them in one commit."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import subprocess
+from collections.abc import Collection, Iterable
+from pathlib import Path, PurePosixPath
+
+from contracts.errors import describe
+from envd.errors import TemplateError
+from envd.trees import Tree
+
+_STAMP = 1_000_000_000
+"""Modification time (seconds since 1970) of every template file; a file with another time was written."""
+_IDENTITY = {"NAME": "envd", "EMAIL": "envd@localhost", "DATE": f"{_STAMP} +0000"}
+_GIT_ENV = {f"GIT_{role}_{key}": value for role in ("AUTHOR", "COMMITTER") for key, value in _IDENTITY.items()} | {
+    "GIT_CONFIG_NOSYSTEM": "1",
+    "GIT_CONFIG_GLOBAL": "/dev/null",
+}
+_BLOCK, _REPOSITORY = 4096, 64 * 1024
+"""Block size of a file system, and the size of an empty git repository, in bytes."""
+
+_MAX_PATH = 4096
+"""Longest path in characters, as in Linux."""
+
+
+def charge_of(files: Tree) -> int:
+    """Bytes that a template takes on disk: files in whole blocks, as much again for git's copies, and _REPOSITORY."""
+    return 2 * sum(blocks_of(len(content)) for content in files.values()) + _REPOSITORY
+
+
+def blocks_of(size: int) -> int:
+    """Bytes that a file of `size` bytes takes on disk, in whole blocks."""
+    return -(-max(size, 1) // _BLOCK) * _BLOCK
+
+
+def check_paths(added: Iterable[str], paths: Collection[str]) -> None:
+    """Check the paths that a template gets. paths: all of its paths, as a set or a mapping.
+
+    Raises TemplateError for an added path that is not a plain relative one or lies in .git, and for a path that is a
+    file and a directory at once.
+    """
+    for path in added:
+        _check_path(path)
+    for path in paths:
+        end = path.rfind("/")
+        while end > 0:
+            if path[:end] in paths:
+                raise TemplateError(
+                    f"template path {path!r} lies below {path[:end]!r}, which is a file: leave one of them out"
+                )
+            end = path.rfind("/", 0, end)
+
+
+def _check_path(path: str) -> None:
+    pure = PurePosixPath(path)
+    bad = pure.is_absolute() or ".." in pure.parts or ".git" in pure.parts or str(pure) != path or path == "."
+    if bad or "\0" in path or len(path) > _MAX_PATH:
+        raise TemplateError(
+            f"template path {path[:200]!r} must be a plain relative path outside .git, of at most {_MAX_PATH} characters"
+        )
+
+
+def read_tree(directory: Path) -> dict[str, bytes]:
+    """Files of a template outside .git: content by path. Blocking."""
+    found = (path for path in directory.rglob("*") if path.is_file())
+    return {
+        name: path.read_bytes() for path in found if not (name := str(path.relative_to(directory))).startswith(".git/")
+    }
+
+
+def write_tree(directory: Path, files: Tree, owner: int) -> None:
+    """Store a template under a name unique to this attempt, then rename, so that no reader finds a partial one.
+
+    Raises TemplateError. Blocking.
+    """
+    draft = draft_of(directory)
+    try:
+        draft.mkdir()
+        for path, content in sorted(files.items()):
+            target = draft / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(content)
+            target.chmod(0o755 if content.startswith(b"#!") else 0o644)
+        _commit(draft)
+        _settle(draft, owner)
+        draft.rename(directory)
+    except OSError as error:
+        if not directory.exists():  # if it exists, another attempt stored it
+            raise TemplateError(f"template {directory.name[:12]} can't be stored: {describe(error)}") from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def write_patch(path: Path, packed: bytes) -> None:
+    """Store a packed patch as one file, which appears with its whole content. Raises TemplateError. Blocking."""
+    draft = draft_of(path)
+    try:
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        draft.write_bytes(packed)
+        draft.rename(path)
+    except OSError as error:
+        draft.unlink(missing_ok=True)
+        raise TemplateError(f"template {path.name[:12]} can't be stored: {describe(error)}") from error
+
+
+def draft_of(path: Path) -> Path:
+    """Hidden name beside a path for what must not appear under it: a draft, or what is being deleted."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+
+
+def _commit(directory: Path) -> None:
+    """Commit the files with fixed names and dates, so that equal files give the same commit on every machine."""
+    environment = {"PATH": os.environ.get("PATH", os.defpath), "HOME": str(directory)} | _GIT_ENV
+    for command in (
+        ["init", "--quiet", "--initial-branch=main", "--template="],
+        ["add", "--all", "--force"],
+        ["commit", "--quiet", "--allow-empty", "--message=template"],
+    ):
+        done = subprocess.run(["git", *command], cwd=directory, env=environment, capture_output=True, check=False)
+        if done.returncode:
+            said = " ".join(done.stderr.decode(errors="replace").split())
+            raise TemplateError(
+                f"git {command[0]} failed on a template ({said}): check {directory.parent}, and the space on its disk"
+            )
+
+
+def _settle(directory: Path, owner: int) -> None:
+    """Change the tree's owner to the sandbox's user and set every modification time to _STAMP."""
+    for path in [directory, *directory.rglob("*")]:
+        if owner != os.geteuid():
+            os.chown(path, owner, owner, follow_symlinks=False)
+        os.utime(path, (_STAMP, _STAMP), follow_symlinks=False)
