@@ -60,7 +60,7 @@ def _check_path(path: str) -> None:
     bad = pure.is_absolute() or ".." in pure.parts or ".git" in pure.parts or str(pure) != path or path == "."
     if bad or "\0" in path or len(path) > _MAX_PATH:
         raise TemplateError(
-            f"template path {path[:200]!r} must be a plain relative path outside .git, of at most {_MAX_PATH} characters"
+            f"template path {path[:200]!r} must be plain and relative, outside .git, of at most {_MAX_PATH} characters"
         )
 
 
@@ -80,11 +80,7 @@ def write_tree(directory: Path, files: Tree, owner: int) -> None:
     draft = draft_of(directory)
     try:
         draft.mkdir()
-        for path, content in sorted(files.items()):
-            target = draft / path
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(content)
-            target.chmod(0o755 if content.startswith(b"#!") else 0o644)
+        _write_files(draft, files)
         _commit(draft)
         _settle(draft, owner)
         draft.rename(directory)
@@ -93,6 +89,19 @@ def write_tree(directory: Path, files: Tree, owner: int) -> None:
             raise TemplateError(f"template {directory.name[:12]} can't be stored: {describe(error)}") from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+
+
+def _write_files(directory: Path, files: Tree) -> None:
+    """In the order of their paths, so that no time and no number of an inode tells one file from another."""
+    made = set()
+    for path, content in sorted(files.items()):
+        target = directory / path
+        if target.parent not in made:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            made.add(target.parent)
+        with target.open("wb") as file:
+            os.fchmod(file.fileno(), 0o755 if content.startswith(b"#!") else 0o644)
+            file.write(content)
 
 
 def write_patch(path: Path, packed: bytes) -> None:
@@ -130,7 +139,9 @@ def _commit(directory: Path) -> None:
 
 def _settle(directory: Path, owner: int) -> None:
     """Change the tree's owner to the sandbox's user and set every modification time to _STAMP."""
-    for path in [directory, *directory.rglob("*")]:
-        if owner != os.geteuid():
-            os.chown(path, owner, owner, follow_symlinks=False)
-        os.utime(path, (_STAMP, _STAMP), follow_symlinks=False)
+    given = owner != os.geteuid()
+    for above, _, names in os.walk(directory, topdown=False):
+        for path in [*(f"{above}/{name}" for name in names), above]:
+            if given:
+                os.chown(path, owner, owner, follow_symlinks=False)
+            os.utime(path, (_STAMP, _STAMP), follow_symlinks=False)

@@ -1,7 +1,8 @@
 """Templates: pristine workspaces, named by the digest of their files and stored in the server's run directory.
 
     templates/<digest>/   whole: the files, and a git repository that has them in one commit
-    patches/<digest>      derived: what the template has in place of its base's files (template_patches.py)
+    patches/<digest>      derived: what the template has in place of its base's files (template_patches.py); in memory
+                          if it is smaller than a block of a file system
 
 A sandbox gets a directory, so `ready` makes a whole copy of a derived template before one starts, as `put` would have.
 Unused copies are removed first where room is needed. A copy shares nothing with the base that a sandbox could see:
@@ -31,6 +32,8 @@ from envd.trees import Tree, digest_of_hashes, hashes_of, patched, template_dige
 _MOST_SHOWN = 1024
 _MOST_BASES = 8
 """Number of bases whose hashes are kept in memory."""
+_IN_MEMORY = 1024
+"""Longest packed patch that is kept in memory, in bytes: a file takes a whole block of the disk."""
 _UNUSED = 128 << 20
 """Bytes of the whole copies of derived templates that are kept while no sandbox uses them."""
 _MAX_DIGEST = 128
@@ -45,6 +48,7 @@ class Templates:
         self._directory, self._patches = directory, directory.with_name("patches")
         self._owner = owner
         self._bases: dict[str, str] = {}
+        self._packed: dict[str, bytes] = {}
         self._books = Books(quotas, self._bases, self._busy)
         self._held: Counter[str] = Counter()
         self.on_removed: Callable[[str], Coroutine[Any, Any, None]] | None = None
@@ -59,8 +63,9 @@ class Templates:
         """Store a template and return its digest. Raises TemplateError for a path outside the workspace."""
         check_paths(files, files)
         digest = template_digest(files)
-        await self._remove(self._books.charge(digest, charge_of(files)))
-        await self._once(digest, self._store(digest, dict(files)), new=True)
+        with self.held(digest):
+            await self._remove(self._books.charge(digest, charge_of(files)))
+            await self._once(digest, self._store(digest, dict(files)), new=True)
         return digest
 
     async def derive(self, base: str, changed: Tree, removed: Collection[str]) -> str:
@@ -91,12 +96,13 @@ class Templates:
         whole = {path: each for path, each in hashes.items() if path not in patch.removed} | hashes_of(patch.changed)
         check_paths(changed, whole)
         digest = digest_of_hashes(whole)
-        if self._has(digest):
-            await self._remove(self._books.charge(digest, 0))
-        else:
-            packed = await asyncio.to_thread(patch.pack, self._directory / patch.base)
-            await self._remove(self._books.charge(digest, blocks_of(len(packed)), base=patch.base))
-            await self._once(digest, self._store_patch(digest, patch.base, packed), new=True)
+        with self.held(digest):
+            if self._has(digest):
+                await self._remove(self._books.charge(digest, 0))
+            else:
+                packed = await asyncio.to_thread(patch.pack, self._directory / patch.base)
+                await self._remove(self._books.charge(digest, blocks_of(len(packed)), base=patch.base))
+                await self._once(digest, self._store_patch(digest, patch.base, packed), new=True)
         return digest
 
     async def ready(self, digest: str) -> None:
@@ -166,7 +172,10 @@ class Templates:
 
     async def _store_patch(self, digest: str, base: str, packed: bytes) -> None:
         if not self._has(digest):
-            await asyncio.to_thread(write_patch, self._patches / digest, packed)
+            if len(packed) <= _IN_MEMORY:
+                self._packed[digest] = packed
+            else:
+                await asyncio.to_thread(write_patch, self._patches / digest, packed)
             self._bases[digest] = base
 
     async def _copy(self, digest: str) -> None:
@@ -193,7 +202,7 @@ class Templates:
         """Remove unused templates and copies."""
         for digest in removed.templates:
             self._hashes.pop(digest, None)
-            if self._bases.pop(digest, None) is not None:
+            if self._bases.pop(digest, None) is not None and self._packed.pop(digest, None) is None:
                 (self._patches / digest).unlink(missing_ok=True)
             for key in [key for key, shown in self._shown.items() if digest in (key[0], shown)]:
                 del self._shown[key]
@@ -270,7 +279,8 @@ class Templates:
     def _patch_of(self, digest: str, base: str) -> Patch:
         """Patch of a derived template. Raises TemplateError. Blocking."""
         try:
-            return Patch.unpack((self._patches / digest).read_bytes(), self._directory / base)
+            packed = self._packed.get(digest) or (self._patches / digest).read_bytes()
+            return Patch.unpack(packed, self._directory / base)
         except OSError as error:
             raise TemplateError(f"template {digest[:12]} can't be read ({describe(error)}): retry") from error
 
