@@ -24,6 +24,7 @@ CATALOG: Mapping[str, str] = {
     "envd": "sandboxes over gRPC, compared with bubblewrap, runc, runsc and SWE-ReX: latency, rate, idle memory",
     "envd-soak": "sandboxes created and destroyed while clients, spawner and server are killed: nothing is left over",
     "envd-fuzz": "malformed and hostile requests to every method: the server stays available and correct",
+    "envd-templates": "templates of tasks of one repository, sent as patches of its tree: bytes on disk, milliseconds",
     "tasks": "suites made of twelve packages without a setting: yields, time, speed of the screen, oracle and noop",
     "verdicts": "forged final states detected, honest ones accepted, and milliseconds per verification",
     "kernels": "TFLOP/s and TB/s of the FP8 kernels on a GPU, compared with the card's ceilings and torch's products",
