@@ -21,11 +21,11 @@ from pydantic import Field
 from benchmarks.measure import median, percentile
 from benchmarks.result import Options, Result
 from contracts.artifacts import ArtifactWriter
+from contracts.rpc.connecting import prefer_short_round_trips
 from contracts.store import open_store
 from contracts.suites import add_tasks
 from contracts.tasks import Split, Task
 from envd.client import Limits, SandboxClient
-from envd.connection import prefer_short_round_trips
 from envd.local import TRUSTED, LocalEnvd
 
 _FILES, _FOLDERS, _WORDS = 400, 60, 3000
