@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -23,9 +22,8 @@ def test_interrupt_cancels_the_turn_and_the_episode_goes_on(tmp_path: Path) -> N
         interrupt.start()
         with pytest.raises(KeyboardInterrupt):
             episode.step()
-        begin = time.monotonic()
         after = episode.step([8], sampling=Sampling(max_tokens=4))
-        assert time.monotonic() - begin < 20 and len(after.token_ids) == 4
+        assert len(after.token_ids) == 4
         cut = episode.turns[0]
         assert cut.finish is Finish.CANCELLED and len(cut.token_ids) < 16000
         assert episode.inner.digest() == bridge.run(lambda _: episode.inner.state()).digest
