@@ -31,7 +31,7 @@ def open_channel(bucket: str) -> AbstractContextManager[Channel]:
     if not bucket:
         return _file_channel()
     try:
-        from resources.pipes_s3 import bucket_channel  # needs dagster-aws, which local runs do not
+        from resources.pipes_s3 import bucket_channel  # needs boto3, which local runs do not load
     except ImportError as error:
         raise LaunchFailed(
             f"messages through bucket {bucket} need {error.name}: pip install 'triplane[aws]', or unset {PIPES_BUCKET}"

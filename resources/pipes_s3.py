@@ -1,10 +1,13 @@
-"""Channel through an S3 bucket. Requires dagster-aws."""
+"""Channel through an S3 bucket. Requires boto3."""
 
 from __future__ import annotations
 
 import json
 import logging
+import math
+import sys
 import threading
+import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 from botocore.exceptions import BotoCoreError, ClientError
-from dagster_aws.pipes import PipesS3MessageReader
 from dagster_pipes import PIPES_PROTOCOL_VERSION, PIPES_PROTOCOL_VERSION_FIELD, PipesContextData
 
 from contracts.s3client import code_of, connect, is_missing
@@ -21,12 +23,15 @@ from resources.channel import PIPES_BUCKET, Channel
 from resources.errors import LaunchFailed
 
 if TYPE_CHECKING:
+    from dagster._core.pipes.context import PipesMessageHandler
     from mypy_boto3_s3 import S3Client
 
 PREFIX = "triplane-pipes"
 """Folder of the bucket. Use a lifecycle rule (expire after a day) to remove leftovers of killed runs."""
 LOOK_S = 0.5
-"""Shortest polling interval for messages, in seconds."""
+"""Polling interval for messages, in seconds."""
+_LAST_LOOKS_S = 10.0
+"""Longest time to try to read messages after the end of the process."""
 CLOSED = json.dumps({PIPES_PROTOCOL_VERSION_FIELD: PIPES_PROTOCOL_VERSION, "method": "closed", "params": None})
 _log = logging.getLogger(__name__)
 
@@ -73,41 +78,63 @@ class _Context(dg.PipesContextInjector):
         return f"Attempted to inject context via s3://{self._place['bucket']}/{self._place['key']}."
 
 
-class _Messages(PipesS3MessageReader):
-    """Reader that fetches all messages at once and closes the channel for a killed process."""
+class _Messages(dg.PipesMessageReader):
+    """Reader that fetches all messages at once and closes the channel for a killed process.
+
+    Dagster's own looks every other second and sleeps through the end of the process.
+    """
 
     def __init__(self, client: S3Client, bucket: str, folder: str) -> None:
-        super().__init__(interval=LOOK_S, bucket=bucket, client=client)
         self.ended = threading.Event()
-        self._s3, self._folder = client, folder
+        self._s3, self._bucket, self._folder = client, bucket, f"{folder}/messages"
+        self._next = 1
 
     @contextmanager
-    def get_params(self) -> Iterator[Mapping[str, Any]]:
-        """Location to which the process writes its messages."""
-        with super().get_params() as params:
-            yield {**params, "key_prefix": f"{self._folder}/messages"}
+    def read_messages(self, handler: PipesMessageHandler) -> Iterator[Mapping[str, Any]]:
+        """Read in a thread, to the last message. Yields where the process writes its messages."""
+        thread = threading.Thread(target=self._follow, args=(handler,), daemon=True)
+        thread.start()
+        try:
+            yield {"bucket": self._bucket, "key_prefix": self._folder}
+        finally:
+            self.ended.set()
+            thread.join()
 
-    def messages_are_readable(self, params: Mapping[str, Any]) -> bool:
-        """Return True: a missing message is requested again later."""
-        return True
+    def no_messages_debug_text(self) -> str:
+        """Where the messages would have been, for a process that reported nothing."""
+        return f"Attempted to read messages from s3://{self._bucket}/{self._folder}/."
 
-    def download_messages(self, cursor: Any, params: Mapping[str, Any]) -> tuple[Any, str] | None:
-        """Lines of all chunks from the next one on.
+    def _follow(self, handler: PipesMessageHandler) -> None:
+        until = math.inf
+        try:
+            while not handler.received_closed_message and time.monotonic() < until:
+                ended = self.ended.is_set()  # before reading: what is read then is all there is
+                complete = self._read(handler)
+                if not ended:
+                    self.ended.wait(LOOK_S)
+                elif complete and not handler.received_closed_message:
+                    handler.handle_message(json.loads(CLOSED))
+                elif not complete:
+                    until = min(until, time.monotonic() + _LAST_LOOKS_S)
+                    time.sleep(LOOK_S)
+        except BaseException:
+            handler.report_pipes_framework_exception("messages thread", sys.exc_info())
+            raise
 
-        Once the process has ended and nothing is left, that it closed the channel.
-        """
-        ended, chunks = self.ended.is_set(), []
+    def _read(self, handler: PipesMessageHandler) -> bool:
+        """Handle the messages of all chunks from the next one on. Returns whether there were no others."""
         try:
             while True:
-                found = self._s3.get_object(Bucket=self.bucket, Key=f"{params['key_prefix']}/{self.counter}.json")
-                chunks.append(found["Body"].read().decode())
-                self.counter += 1
+                found = self._s3.get_object(Bucket=self._bucket, Key=f"{self._folder}/{self._next}.json")
+                chunk = found["Body"].read().decode()
+                self._next += 1
+                for line in chunk.splitlines():
+                    handler.handle_message(json.loads(line))
         except (ClientError, BotoCoreError) as error:
             if not is_missing(error):
-                _log.warning("messages in bucket %s can't be read now: %s", self.bucket, code_of(error))
-            elif ended and not chunks:
-                chunks.append(CLOSED)
-        return (self.counter, "\n".join(chunks)) if chunks else None
+                _log.warning("messages in bucket %s can't be read now: %s", self._bucket, code_of(error))
+                return False
+        return True
 
 
 def _remove(client: S3Client, bucket: str, folder: str) -> None:

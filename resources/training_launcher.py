@@ -33,7 +33,7 @@ def launcher_of(kind: LauncherKind) -> Launcher:
     if chosen_kind(kind) == "local":
         return LocalLauncher()
     try:
-        from resources.kubernetes.launcher import KubernetesLauncher  # needs dagster-aws, which local runs do not
+        from resources.kubernetes.launcher import KubernetesLauncher  # needs an extra that local runs do not
     except ImportError as error:
         raise LaunchFailed(
             f"trainer.launcher on kubernetes needs {error.name}: run pip install 'triplane[aws,pods]', or set"

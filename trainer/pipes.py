@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 PIPES_VARIABLE = "DAGSTER_PIPES_CONTEXT"
 UPLOAD_S = 0.5
-"""Minimum seconds between two uploads of messages; each upload is one object."""
+"""Seconds between two uploads of messages; each upload is one object."""
 
 
 @contextmanager
@@ -42,15 +42,16 @@ def _open() -> PipesContext:
 
 def _open_bucket(bucket: str) -> PipesContext:
     from botocore.exceptions import BotoCoreError, ClientError
-    from dagster_pipes import PipesS3ContextLoader, PipesS3MessageWriter, open_dagster_pipes
+    from dagster_pipes import PipesS3ContextLoader, open_dagster_pipes
 
     from contracts.s3client import code_of, connect
+    from trainer.pipes_s3 import Writer
 
     client = connect(conditional=False)
     try:
         return open_dagster_pipes(
             context_loader=PipesS3ContextLoader(client),
-            message_writer=PipesS3MessageWriter(client, interval=UPLOAD_S),
+            message_writer=Writer(client, interval=UPLOAD_S),
         )
     except (ClientError, BotoCoreError) as error:
         raise TrainingError(

@@ -25,7 +25,7 @@ _FORCE_S, _GIVE_UP_S = 45.0, 120.0
 """Seconds after which pods of a deleted Job are removed by force, and after which the launcher gives up."""
 
 
-def existing_training(api: Api, key: str, *, sets: bool) -> Object | None:
+def existing_training(api: Api, key: str, poll_s: float, *, sets: bool) -> Object | None:
     """Job or JobSet of a training, whoever created it; waits for the end of one that is being deleted.
 
     Both kinds are looked for: `placement.trainer.workload` may have changed while a training lives. sets: whether it
@@ -36,8 +36,8 @@ def existing_training(api: Api, key: str, *, sets: bool) -> Object | None:
     if found is None:
         return None
     if "deletionTimestamp" in found["metadata"]:
-        await_deletion(api, found)
-        return existing_training(api, key, sets=sets)
+        await_deletion(api, found, poll_s)
+        return existing_training(api, key, poll_s, sets=sets)
     annotations = found["metadata"].get("annotations") or {}
     if annotations.get(KEY) != key or MESSAGES not in annotations:
         raise LaunchFailed(
@@ -94,13 +94,13 @@ def is_owned(whole: Object, uid: str) -> bool:
     return any(owner["uid"] == uid for owner in whole["metadata"].get("ownerReferences") or [])
 
 
-def remove_training(api: Api, training: Object) -> None:
+def remove_training(api: Api, training: Object, poll_s: float) -> None:
     """Delete a Job or JobSet and wait until it and its pods are gone. Raises LaunchFailed."""
     api.delete_training(training)
-    await_deletion(api, training)
+    await_deletion(api, training, poll_s)
 
 
-def await_deletion(api: Api, training: Object) -> None:
+def await_deletion(api: Api, training: Object, poll_s: float) -> None:
     """Wait until a deleted training is gone; pods on nodes that do not answer are removed by force.
 
     Raises LaunchFailed.
@@ -122,4 +122,4 @@ def await_deletion(api: Api, training: Object) -> None:
             forced = True
             for pod in api.pods(f"batch.kubernetes.io/job-name={pods_job_name(training)}"):
                 api.force_delete_pod(pod)
-        time.sleep(_POLL_S)
+        time.sleep(poll_s)

@@ -58,7 +58,7 @@ class KubernetesLauncher(dg.ConfigurableResource[Any]):
         bucket, settings, api = messages_bucket(launch), read_settings(), connect()
         restarts = 0
         while True:
-            job = existing_training(api, launch.key, sets=launch.placement.workload == "jobset")
+            job = existing_training(api, launch.key, self.poll_s, sets=launch.placement.workload == "jobset")
             restarts = restarts_of(job) if job else restarts
             folder = job["metadata"]["annotations"][MESSAGES] if job else f"{PREFIX}/{launch.key}/{uuid.uuid4().hex}"
             with (
@@ -95,7 +95,7 @@ class KubernetesLauncher(dg.ConfigurableResource[Any]):
             context.log.warning(
                 f"{ending.words}; {where}; restart {restarts} of {self.restarts}: it continues from its last snapshot"
             )
-            remove_training(api, training.watched.training)
+            remove_training(api, training.watched.training, self.poll_s)
 
 
 class _Training:

@@ -67,8 +67,8 @@ def left() -> list[str]:
 
 def test_messages_arrive_while_the_process_runs_and_none_is_lost(bucket: str) -> None:
     arrived: Arrived = []
-    launch([sys.executable, "-c", REPORT, "40", "0.1", "end"], arrived)
-    assert [message["metrics"]["step"] for _, message in arrived] == list(range(40))
+    launch([sys.executable, "-c", REPORT, "30", "0.1", "end"], arrived)
+    assert [message["metrics"]["step"] for _, message in arrived] == list(range(30))
     assert arrived[-1][0] - arrived[0][0] > 1
     assert left() == []
 
@@ -85,7 +85,7 @@ def test_a_training_job_reports_its_metrics_and_its_result(bucket: str, tmp_path
 def test_a_process_that_is_killed_is_quoted_after_what_it_managed_to_say(bucket: str) -> None:
     arrived: Arrived = []
     with pytest.raises(LaunchFailed, match=r"was killed \(SIGKILL\): about to be killed"):
-        launch([sys.executable, "-c", REPORT, "20", "0.2", "die"], arrived)
+        launch([sys.executable, "-c", REPORT, "20", "0.1", "die"], arrived)
     steps = [message["metrics"]["step"] for _, message in arrived]
     assert steps == list(range(len(steps))) and len(steps) >= 5, "only what it had not sent yet is lost"
     assert left() == []

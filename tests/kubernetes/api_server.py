@@ -282,7 +282,7 @@ def serving(cluster: Cluster) -> Iterator[Cluster]:
         while not stopping.wait(0.02):
             cluster.sync()
 
-    threads = [threading.Thread(target=each, daemon=True) for each in (server.serve_forever, run)]
+    threads = [threading.Thread(target=each, daemon=True) for each in (lambda: server.serve_forever(0.02), run)]
     for thread in threads:
         thread.start()
     before = os.environ.get("KUBECONFIG")

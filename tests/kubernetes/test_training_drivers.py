@@ -48,13 +48,13 @@ def await_words(cluster: Cluster, words: str) -> None:
 
 def test_job_of_a_killed_driver_is_adopted_with_all_its_messages(cluster: Cluster, tmp_path: Path) -> None:
     key, store = digest_of(["adopted"]), str(tmp_path / "store")
-    first = start_driver(key, store, talk(80))
+    first = start_driver(key, store, talk(40))
     await_words(cluster, "step 5")
     first.kill()
     first.communicate()
     (job,) = cluster.jobs()
-    messages = launch_as_job(Launch(talk(80), key=key, experiment="tiny", store=open_store(store)))
-    assert [message["metrics"]["step"] for message in messages] == list(range(80))
+    messages = launch_as_job(Launch(talk(40), key=key, experiment="tiny", store=open_store(store)))
+    assert [message["metrics"]["step"] for message in messages] == list(range(40))
     assert created(cluster) == 1 and "deletionTimestamp" in job["metadata"]
     assert messages_left() == []
     await_empty(cluster)
@@ -62,13 +62,13 @@ def test_job_of_a_killed_driver_is_adopted_with_all_its_messages(cluster: Cluste
 
 def test_finished_job_of_a_killed_driver_is_read_and_not_repeated(cluster: Cluster, tmp_path: Path) -> None:
     key, store = digest_of(["read"]), str(tmp_path / "store")
-    first = start_driver(key, store, talk(40))
+    first = start_driver(key, store, talk(25))
     await_words(cluster, "step 1")
     first.kill()
     first.communicate()
     cluster.await_pods(1, "Succeeded")
-    messages = launch_as_job(Launch(talk(40), key=key, experiment="tiny", store=open_store(store)))
-    assert len(messages) == 40 and created(cluster) == 1
+    messages = launch_as_job(Launch(talk(25), key=key, experiment="tiny", store=open_store(store)))
+    assert len(messages) == 25 and created(cluster) == 1
     assert list(Path(kept_logs(open_store(store), key)).rglob("*.log"))
 
 

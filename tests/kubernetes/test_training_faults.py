@@ -133,8 +133,8 @@ def test_pods_that_do_not_start_are_explained_in_the_words_of_the_cluster(
     cluster: Cluster, tmp_path: Path, options: dict[str, Any], said: str
 ) -> None:
     cluster.controllers.pod_quota = 1
-    options["placement"] = {**options.get("placement", {}), "start_timeout_s": 2}
-    with pytest.raises(LaunchFailed, match=rf"within placement.trainer.start_timeout_s = 2 s: .*{said}"):
+    options["placement"] = {**options.get("placement", {}), "start_timeout_s": 1}
+    with pytest.raises(LaunchFailed, match=rf"within placement.trainer.start_timeout_s = 1 s: .*{said}"):
         launch_as_job(script(tmp_path, "exec sleep 60", **options))
     await_empty(cluster)
 
@@ -161,11 +161,11 @@ def test_pods_get_the_variables_of_config_maps_and_secrets(
 
 
 def test_a_training_outlives_an_absence_of_the_api_server(cluster: Cluster, tmp_path: Path) -> None:
-    thread = meanwhile(cluster, lambda pod: cluster.down(4))
+    thread = meanwhile(cluster, lambda pod: cluster.down(2))
     launch_as_job(script(tmp_path, "sleep 2"))
     thread.join()
     assert created(cluster) == 1
-    cluster.failing = 3
+    cluster.failing = 2
     launch_as_job(script(tmp_path, "sleep 1"))
     assert created(cluster) == 2
 

@@ -93,13 +93,13 @@ def test_training_of_a_killed_driver_is_adopted_whatever_holds_it(
     jobsets: Cluster, tmp_path: Path, first: str, then: str
 ) -> None:
     key, store = digest_of(["adopted", first, then]), str(tmp_path / "store")
-    driver = start_driver(key, store, talk(60), first)
+    driver = start_driver(key, store, talk(40), first)
     await_words(jobsets, "step 5")
     driver.kill()
     driver.communicate()
     placement = TrainerPlacement.model_validate({"workload": then})
-    launch = Launch(talk(60), key=key, experiment="tiny", store=open_store(store), placement=placement)
-    assert steps_of(launch_as_job(launch)) == list(range(60))  # type: ignore[arg-type]
+    launch = Launch(talk(40), key=key, experiment="tiny", store=open_store(store), placement=placement)
+    assert steps_of(launch_as_job(launch)) == list(range(40))  # type: ignore[arg-type]
     assert created(jobsets) == 1
     await_empty(jobsets)
 
@@ -132,7 +132,7 @@ def test_a_training_that_no_queue_admits_is_explained_in_the_words_of_kueue(
     jobsets: Cluster, tmp_path: Path, workload: str
 ) -> None:
     said = "couldn't assign flavors to pod set trainer: insufficient quota for nvidia.com/gpu in flavor default-flavor"
-    placement = {"queue": "night", "workload": workload, "start_timeout_s": 2}
+    placement = {"queue": "night", "workload": workload, "start_timeout_s": 1}
     launch = script(tmp_path, "exec sleep 60", placement=placement)
     for name, words in (
         (f"{workload}-train-{launch.key[:20]}-a1b2c", said),
@@ -150,11 +150,11 @@ def test_pods_of_a_jobset_that_do_not_start_are_explained(jobsets: Cluster, tmp_
         launch_as_job(set_of(tmp_path, "exec sleep 60", gpus=16, placement={"start_timeout_s": 1}))
     jobsets.controllers.pod_quota = 1
     with pytest.raises(LaunchFailed, match=r"FailedCreate: Error creating: pods .* exceeded quota"):
-        launch_as_job(set_of(tmp_path, "exec sleep 61", nodes=2, placement={"start_timeout_s": 2}))
+        launch_as_job(set_of(tmp_path, "exec sleep 61", nodes=2, placement={"start_timeout_s": 1}))
 
 
 def test_a_jobset_whose_job_is_not_made_says_why(jobsets: Cluster, tmp_path: Path) -> None:
-    launch = set_of(tmp_path, "true", placement={"start_timeout_s": 2})
+    launch = set_of(tmp_path, "true", placement={"start_timeout_s": 1})
     name = f"train-{launch.key[:20]}"
     jobsets.add("jobs", {"metadata": {"name": f"{name}-trainer-0"}, "spec": {"suspend": True}, "status": {}})
     said = rf'Job {name}-trainer-0 has not been created: jobs "{name}-trainer-0" already exists'
