@@ -45,6 +45,9 @@ class Server:
                 return False
         return True
 
+    def is_running(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
     def kill(self) -> None:
         """Kill it, if it runs."""
         if self.process is not None:

@@ -8,6 +8,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -48,17 +49,25 @@ FIX = b"""diff --git a/m.py b/m.py
 """
 
 
-@pytest.fixture
-def servers() -> Iterator[list[Server]]:
-    """Three running servers."""
+@pytest.fixture(scope="module")
+def started() -> Iterator[list[Server]]:
     with ExitStack() as stack:
-        started = []
-        for _ in range(3):
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="envd"))
-            started.append(Server(Path(folder)))
-            stack.callback(started[-1].kill)
-            started[-1].start()
-        yield started
+        folders = [stack.enter_context(tempfile.TemporaryDirectory(prefix="envd")) for _ in range(3)]
+        servers = [Server(Path(folder)) for folder in folders]
+        for each in servers:
+            stack.callback(each.kill)
+        yield servers
+
+
+@pytest.fixture
+def servers(started: list[Server]) -> list[Server]:
+    """Three running servers without a sandbox; those that a test killed or left with sandboxes are started again."""
+    spoiled = [each for each in started if not each.is_running() or asyncio.run(live(each))]
+    for each in spoiled:
+        each.kill()
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(Server.start, spoiled))
+    return started
 
 
 def joined(servers: Sequence[Server]) -> str:
@@ -204,6 +213,7 @@ def test_a_call_on_a_machine_that_vanished_without_a_word_fails_within_seconds(s
         assert time.monotonic() - began < 40
         again = await client.create(await client.put_template(FILES))
         assert again.server.address != silent.address
+        silent.kill()
 
     over(servers, work)
 

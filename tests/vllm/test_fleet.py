@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from inference.engines import SamplingParams, VllmConfig, fleet, open_engine
+from inference.engines import SamplingParams, VllmConfig, fleet, open_engine, replica
 from inference.engines.fleet import FleetEngine, give_back_fleet
 from inference.errors import EngineStopped, EngineUnreachable, StaleVersion, WeightsDiffer
 from tests.vllm.fleet_servers import StubServer, free_port
@@ -44,6 +44,12 @@ def servers(started: list[StubServer], monkeypatch: pytest.MonkeyPatch) -> list[
         each.tell()
         each.mark("default")
     return started
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No other client loads a policy: what looks like its unfinished load was left behind by ours."""
+    monkeypatch.setattr(replica, "OTHERS_S", (0.5, 0.5, 0.5))
 
 
 def opened(servers: list[StubServer], policies: Policies, **changes: object) -> FleetEngine:
@@ -108,6 +114,7 @@ async def test_update_reaches_every_server_and_requests_in_flight_keep_their_pol
     await engine.close()
 
 
+@pytest.mark.usefixtures("alone")
 async def test_server_with_wrong_weights_is_never_asked_until_it_is_verified(
     servers: list[StubServer], policies: Policies
 ) -> None:
@@ -126,6 +133,7 @@ async def test_server_with_wrong_weights_is_never_asked_until_it_is_verified(
     await engine.close()
 
 
+@pytest.mark.usefixtures("alone")
 async def test_no_server_is_one_error_that_names_each(servers: list[StubServer], policies: Policies) -> None:
     engine = opened(servers, policies)
     await engine.version()
@@ -143,6 +151,7 @@ async def test_no_server_is_one_error_that_names_each(servers: list[StubServer],
     await engine.close()
 
 
+@pytest.mark.usefixtures("alone")
 async def test_calls_of_a_server_that_dies_are_repeated_on_another_one(
     servers: list[StubServer], policies: Policies
 ) -> None:
@@ -185,6 +194,7 @@ async def test_server_that_hangs_loses_its_calls_to_the_others(
     await engine.close()
 
 
+@pytest.mark.usefixtures("alone")
 async def test_server_that_names_another_policy_is_left_out_and_given_up_if_it_goes_on(
     servers: list[StubServer], policies: Policies
 ) -> None:
@@ -232,11 +242,12 @@ async def test_fault_of_the_request_costs_at_most_three_tries_and_no_server_stay
     await engine.close()
 
 
+@pytest.mark.usefixtures("alone")
 async def test_fleet_waits_for_a_server_to_come_back_and_says_when_none_does(
     servers: list[StubServer], policies: Policies
 ) -> None:
     nowhere = f"http://127.0.0.1:{free_port()}"
-    engine = opened(servers, policies, base_url=f"{servers[0].url},{nowhere}", startup_timeout_s=4)
+    engine = opened(servers, policies, base_url=f"{servers[0].url},{nowhere}", startup_timeout_s=2)
     await engine.version()
     servers[0].stop()
     with pytest.raises(EngineUnreachable, match=r"none of 2 server\(s\)|can't be reached"):
