@@ -124,10 +124,9 @@ class LocalEnvd:
 
     def _wait_until_ready(self, failure: int) -> None:
         """failure: where it says why, if it fails."""
-        assert self._process is not None and self._directory is not None
-        socket_file = self._directory / _SOCKET
+        assert self._process is not None
         deadline = time.monotonic() + _START_TIMEOUT_S
-        while not socket_file.exists():
+        while not self._listens():  # its file exists a moment before that
             code = self._process.poll()
             if code is not None:
                 reason = os.read(failure, 4096).decode(errors="replace") or f"it ended with code {code}"

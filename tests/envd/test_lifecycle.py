@@ -146,6 +146,25 @@ def test_what_servers_left_that_were_killed_with_their_zygotes_goes_when_the_nex
         assert gone(marker) == []
 
 
+def test_a_server_whose_socket_does_not_listen_yet_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow, listens = tmp_path / "slow", tmp_path / "listens"
+    slow.write_text(f"""#!{sys.executable}
+import pathlib, socket, sys, time
+server = socket.socket(socket.AF_UNIX)
+server.bind(sys.argv[sys.argv.index("--listen") + 1].removeprefix("unix:"))
+time.sleep(0.3)
+pathlib.Path({str(listens)!r}).touch()
+server.listen()
+time.sleep(60)
+""")
+    slow.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(slow))
+    with LocalEnvd() as server:
+        assert listens.exists() and server.alive
+
+
 def test_finish_and_close_end_a_sandbox(anywhere: Harness) -> None:
     async def job(client: OperationsClient) -> None:
         before = (await client.info()).live
