@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,9 +26,12 @@ class World:
     made: list[str]
 
 
-def run_world(experiment: Experiment, count: int, folder: Path) -> Iterator[World]:
-    """Run `count` iterations in a fresh store and a fresh instance below `folder`."""
-    (folder / "dagster").mkdir()
+def run_world(experiment: Experiment, count: int, folder: Path, base: Path | None = None) -> Iterator[World]:
+    """Run `count` iterations below `folder`, in a fresh store and a fresh instance, or in copies of those of `base`."""
+    if base is None:
+        (folder / "dagster").mkdir()
+    else:
+        shutil.copytree(base, folder, dirs_exist_ok=True)
     with _environment(folder) as instance:
         made = run_iterations(experiment, count, instance)
         yield World(experiment, open_store(), instance, made)

@@ -40,11 +40,13 @@ SAMPLED = ("rollout_plan", "group", "rollouts")
 
 
 @pytest.fixture
-def source(ran: World, untouched: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+def source(
+    ran: World, untouched: Path, blank_dagster: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[World]:
     """A copy of the store with two iterations of the tiny experiment, its file, and an instance of its own."""
     shutil.copytree(untouched, tmp_path / "store")
-    for folder in ("dagster", "experiments"):
-        (tmp_path / folder).mkdir()
+    shutil.copytree(blank_dagster, tmp_path / "dagster")
+    (tmp_path / "experiments").mkdir()
     shutil.copy(TINY, tmp_path / "experiments")
     monkeypatch.setenv("TRIPLANE_STORE", str(tmp_path / "store"))
     monkeypatch.setenv("TRIPLANE_EXPERIMENTS", "experiments")

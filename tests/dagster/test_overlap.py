@@ -32,8 +32,8 @@ def overlapped() -> Experiment:
 
 
 @pytest.fixture(scope="module")
-def ran_ahead(overlapped: Experiment, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    yield from run_world(overlapped, 3, tmp_path_factory.mktemp("ahead"))
+def ran_ahead(overlapped: Experiment, base_world: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    yield from run_world(overlapped, 3, tmp_path_factory.mktemp("ahead"), base_world)
 
 
 def test_each_iteration_but_the_first_is_sampled_one_training_before_its_start(ran_ahead: World) -> None:

@@ -31,10 +31,12 @@ ANY_AGE = -60.0
 
 
 @pytest.fixture
-def mine(ran: World, untouched: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+def mine(
+    ran: World, untouched: Path, blank_dagster: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[World]:
     """A copy of the store after two iterations, and an instance that knows nothing of them."""
     shutil.copytree(untouched, tmp_path / "store")
-    (tmp_path / "dagster").mkdir()
+    shutil.copytree(blank_dagster, tmp_path / "dagster")
     monkeypatch.setenv("TRIPLANE_STORE", str(tmp_path / "store"))
     with dg.DagsterInstance.local_temp(str(tmp_path / "dagster")) as instance:
         yield World(ran.experiment, open_store(), instance, ran.made)

@@ -32,10 +32,10 @@ from triplane_dagster.run import open_runner
 
 
 @pytest.fixture
-def mine(ran: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+def mine(ran: World, blank_dagster: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     """A copy of the store after two iterations, and an instance that knows nothing of them."""
     shutil.copytree(ran.store.url, tmp_path / "store")
-    (tmp_path / "dagster").mkdir()
+    shutil.copytree(blank_dagster, tmp_path / "dagster")
     monkeypatch.setenv("TRIPLANE_STORE", str(tmp_path / "store"))
     with dg.DagsterInstance.local_temp(str(tmp_path / "dagster")) as instance:
         yield World(ran.experiment, open_store(), instance, ran.made)
