@@ -112,18 +112,23 @@ def test_nothing_of_the_base_is_left_in_a_derived_sandbox(namespaces: Harness) -
         "print('KEPT' in objects.decode(errors='replace'), [each for each in want if each in objects])\n"
     )
 
-    async def job(client: OperationsClient) -> None:
-        template = await client.put_template(BROKEN, BASE)
-        base, words = template_digest(BASE), "the_line_of'_the_'unbroken gone'.py' removed'.md'"
+    async def search_in(client: OperationsClient, template: str) -> list[str]:
+        words = f"the_line_of'_the_'unbroken gone'.py' removed'.md' {template_digest(BASE)[:20]}"
         async with await client.create(template, limits=SMALL) as sandbox:
             await sandbox.call(ToolCall("write", {"path": "s.py", "content": search}))
-            text, links = await said(
+            return await said(
                 sandbox,
-                f"mv s.py /tmp/s.py; python3 /tmp/s.py '{SYSTEM}' {words} {base[:20]}",
+                f"mv s.py /tmp/s.py; ls -a /; python3 /tmp/s.py '{SYSTEM}' {words}",
                 "find . -type f -links +1; find . -newermt 2001-09-10 -mindepth 1; find /tmp -name '*patches*'",
             )
+
+    async def job(client: OperationsClient) -> None:
+        text, links = await search_in(client, await client.put_template(BROKEN, BASE))
         assert text.splitlines()[-2:] == ["True []", "exit 0"] and "FOUND" not in text, text
         assert links == "exit 0"
+        control, _ = await search_in(client, template_digest(BASE))
+        for each in ("FOUND /workspace/pkg/core.py", "FOUND /workspace/.git/objects", "True [b'the_line_of"):
+            assert each in control
 
     namespaces.client(job)
 
