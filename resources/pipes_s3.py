@@ -23,7 +23,6 @@ from resources.channel import PIPES_BUCKET, Channel
 from resources.errors import LaunchFailed
 
 if TYPE_CHECKING:
-    from dagster._core.pipes.context import PipesMessageHandler
     from mypy_boto3_s3 import S3Client
 
 PREFIX = "triplane-pipes"
@@ -90,7 +89,7 @@ class _Messages(dg.PipesMessageReader):
         self._next = 1
 
     @contextmanager
-    def read_messages(self, handler: PipesMessageHandler) -> Iterator[Mapping[str, Any]]:
+    def read_messages(self, handler: dg.PipesMessageHandler) -> Iterator[Mapping[str, Any]]:
         """Read in a thread, to the last message. Yields where the process writes its messages."""
         thread = threading.Thread(target=self._follow, args=(handler,), daemon=True)
         thread.start()
@@ -104,7 +103,7 @@ class _Messages(dg.PipesMessageReader):
         """Where the messages would have been, for a process that reported nothing."""
         return f"Attempted to read messages from s3://{self._bucket}/{self._folder}/."
 
-    def _follow(self, handler: PipesMessageHandler) -> None:
+    def _follow(self, handler: dg.PipesMessageHandler) -> None:
         until = math.inf
         try:
             while not handler.received_closed_message and time.monotonic() < until:
@@ -121,7 +120,7 @@ class _Messages(dg.PipesMessageReader):
             handler.report_pipes_framework_exception("messages thread", sys.exc_info())
             raise
 
-    def _read(self, handler: PipesMessageHandler) -> bool:
+    def _read(self, handler: dg.PipesMessageHandler) -> bool:
         """Handle the messages of all chunks from the next one on. Returns whether there were no others."""
         try:
             while True:

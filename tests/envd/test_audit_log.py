@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
+from contracts.rpc import caller
 from envd.errors import EnvdError
-from envd.server import audit, caller
+from envd.server import audit
 from envd.server.audit import BURST, AuditLog, Event, leaves_root
 
 
