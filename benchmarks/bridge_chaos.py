@@ -28,7 +28,7 @@ from benchmarks.result import Options, Result
 FAULTS = {"cut": 48, "delay": 4, "stray call": 38, "engine lost": 4, "bridge killed": 4, "client killed": 2}
 """Kinds of faults and their weights."""
 _AHEAD = 64
-"""Episodes that are let in before the first fault."""
+"""Episodes started before the first fault."""
 _PAUSE_S = 0.02
 """Mean time between two faults."""
 _DELAY_S = 0.3

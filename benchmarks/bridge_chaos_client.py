@@ -87,7 +87,7 @@ class Stray:
     def __init__(self, player: Player, stub: Any) -> None:
         self._player, self._stub = player, stub
         self.wrong: list[str] = []
-        """Answers that none of these calls may get."""
+        """Replies that are wrong for these calls."""
 
     async def call(self) -> None:
         """Make one call about an episode that is played now."""
@@ -131,7 +131,7 @@ class Stray:
             self.wrong.append("late: a step from before the last one was answered")
 
     async def _early(self, episode: Episode) -> None:
-        """A step that is not due, and will not be when a delayed call arrives."""
+        """A step whose number is wrong now and when a delayed call arrives."""
         async for _ in self._stub.Step(self._request(episode, len(episode.turns) + _FAR, b"", None)):
             self.wrong.append("early: a step that is not due was answered")
 

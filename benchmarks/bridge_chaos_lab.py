@@ -126,7 +126,7 @@ class Lab:
         self.clients = [await self._client(part) for part in range(CLIENTS)]
 
     def allow(self, episodes: int) -> None:
-        """Let the clients play the episodes below a number."""
+        """Allow the clients to play all episodes with smaller numbers."""
         self._allowed = episodes
         for client in self.clients:
             client.tell(str(episodes))

@@ -21,8 +21,9 @@ from contracts.pb import bridge_pb2_grpc as rpc
 from contracts.rpc.listening import Listening
 from inference.bridge.checks import Limits
 from inference.bridge.serve import Bridge, Options, limits_of, serving
-from inference.engines.base import Completion, Engine, Piece, SamplingParams
+from inference.engines.base import Engine, Piece, SamplingParams
 from inference.engines.builtin import BuiltinEngine
+from inference.engines.delegating import DelegatingEngine
 
 ROOT = Path(__file__).parents[2]
 PROMPT = [5, 6, 7, 8]
@@ -163,11 +164,12 @@ async def builtin_bridge(
         await engine.close()
 
 
-class HeldEngine:
+class HeldEngine(DelegatingEngine):
     """The built-in engine, whose streams stop after so many tokens until they are let go on. Counts its calls."""
 
     def __init__(self, inner: BuiltinEngine, hold_after: int = 1 << 30) -> None:
-        self.inner, self.hold_after = inner, hold_after
+        super().__init__(inner)
+        self.hold_after = hold_after
         self.go_on = asyncio.Event()
         self.streams = 0
 
@@ -185,21 +187,6 @@ class HeldEngine:
                     reason = piece.finish_reason if last else None
                     yield Piece(piece.token_ids[one], piece.logprobs[one], [(version, 0, 1)], reason)
                     given += 1
-
-    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
-        return await self.inner.generate(prompt_ids, params)
-
-    async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> list[float]:
-        return await self.inner.score(token_ids, temperature)
-
-    async def load_weights(self, directory: Path, version: str) -> None:
-        await self.inner.load_weights(directory, version)
-
-    async def version(self) -> str:
-        return await self.inner.version()
-
-    async def close(self) -> None:
-        await self.inner.close()
 
 
 @contextlib.asynccontextmanager

@@ -51,7 +51,7 @@ async def prove(task: Task, run: Run) -> Proof:
         hidden, left = task.hidden_files | version, tests
         result = await run(hidden, left)
         for repetition in range(_MOST_STUCK):
-            stuck = stuck_tests(result)
+            stuck = _stuck(result)
             left = tuple(test for test in left if test not in stuck)
             if result.exit != "timed_out" or not left or (repetition and not stuck):
                 break
@@ -74,7 +74,7 @@ async def prove(task: Task, run: Run) -> Proof:
         Decoy(version, failing)
         for version, result in zip(versions, results, strict=False)
         if result.exit != "timed_out"  # a busy machine is no proof that the tests fail
-        and (failing := tuple(test for test in ran(result) if test not in passing(result)))
+        and (failing := tuple(test for test in _asked(result) if test not in passing(result)))
     ]
     decided = {test for each in chosen for test in each.tests} | set(observed.seen if observed else ())
     return Proof(
@@ -88,7 +88,7 @@ async def prove(task: Task, run: Run) -> Proof:
     )
 
 
-def stuck_tests(result: VerifyResult) -> set[str]:
+def _stuck(result: VerifyResult) -> set[str]:
     """Tests that a run began and did not end, by name without parameters."""
     return {
         base_name(each.name)
@@ -97,7 +97,7 @@ def stuck_tests(result: VerifyResult) -> set[str]:
     }
 
 
-def ran(result: VerifyResult) -> tuple[str, ...]:
+def _asked(result: VerifyResult) -> tuple[str, ...]:
     """Tests that were asked for, without their parameters, in order."""
     return base_names([each.name for each in result.outcomes])
 
@@ -154,7 +154,7 @@ async def _observed(
         if not made.files:
             break
         result = await run(task.hidden_files | made.files, tests)
-        stuck = stuck_tests(result) if result.exit == "timed_out" else set()
+        stuck = _stuck(result) if result.exit == "timed_out" else set()
         told = tuple(test for test in tests if test in stuck or test in passing(result)) if stuck else tests
         bad = _disagreeing(made, result, told, keys)
         if not bad:

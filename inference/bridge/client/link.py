@@ -262,7 +262,7 @@ class Link:
         return None
 
     async def _watch(self) -> None:
-        """Ask for signs of life while something is pending, and raise _Lost if there are none."""
+        """Probe the bridge while a command is pending. Raises _Lost if it does not reply."""
         while True:
             await asyncio.sleep(SILENCE_S / 4)
             silent_s = time.monotonic() - self._heard
