@@ -141,26 +141,36 @@ def test_a_sweep_of_another_run_keeps_an_attempt_of_live_ranks(store: Store, tmp
 
 
 class Threads:
-    """An `Exchange` of two threads. A thread that failed breaks the barrier for the other."""
+    """An `Exchange` of two threads. A thread that ended early fails the other's next exchange, none before it."""
 
-    def __init__(self, change: Callable[[int, str], str], before: Callable[[int], None]) -> None:
-        self.barrier = threading.Barrier(2, timeout=10.0)
-        self._words = ["", ""]
+    def __init__(
+        self, change: Callable[[int, str], str], before: Callable[[int], None], timeout_s: float = 10.0
+    ) -> None:
+        self._timeout_s = timeout_s
+        self._said: tuple[list[str], list[str]] = ([], [])
+        self._met = threading.Condition()
+        self._lost = False
         self._change, self._before = change, before
 
     def of(self, rank: int) -> Exchange:
         def exchange(words: str) -> list[str]:
             self._before(rank)
-            try:
-                self._words[rank] = self._change(rank, words)
-                self.barrier.wait()
-                found = list(self._words)
-                self.barrier.wait()
-                return found
-            except threading.BrokenBarrierError:
-                raise InfraFault(f"rank {rank} lost another rank") from None
+            changed = self._change(rank, words)
+            with self._met:
+                self._said[rank].append(changed)
+                turn = len(self._said[rank])
+                self._met.notify_all()
+                self._met.wait_for(lambda: self._lost or len(self._said[1 - rank]) >= turn, self._timeout_s)
+                if len(self._said[1 - rank]) < turn:
+                    raise InfraFault(f"rank {rank} lost another rank")
+                return [each[turn - 1] for each in self._said]
 
         return exchange
+
+    def lose(self) -> None:
+        with self._met:
+            self._lost = True
+            self._met.notify_all()
 
 
 def run_two(
@@ -178,7 +188,7 @@ def run_two(
             put_parts(None if rank else out, store, NAME, staged[rank], FORMS, threads.of(rank))
         except BaseException as error:
             errors[rank] = error
-            threads.barrier.abort()
+            threads.lose()
             if not rank:
                 raise
 
@@ -334,8 +344,7 @@ def test_a_single_part_becomes_the_single_file(store: Store, tmp_path: Path) -> 
 
 
 def test_a_rank_may_work_longer_than_the_others_wait_for_a_lost_one() -> None:
-    threads = Threads(lambda rank, words: words, lambda rank: None)
-    threads.barrier = threading.Barrier(2, timeout=1.5)
+    threads = Threads(lambda rank, words: words, lambda rank: None, timeout_s=1.5)
     found: list[int] = []
 
     def work() -> int:

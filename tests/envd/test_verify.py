@@ -323,7 +323,7 @@ def test_messages_are_those_of_whole_tracebacks(namespaces: Harness, tmp_path: P
     said = subprocess.run(
         [*command, "--import-mode=importlib", "test_failures.py"],
         cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": f"{Path(envd.client.__file__).parents[1]}:{tmp_path}"},
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": f"{Path(envd.client.__file__).parents[1]}:{tmp_path}"},
         capture_output=True,
         text=True,
         check=False,
