@@ -85,7 +85,7 @@ def install(
     """
     sources = _Sources(root, template, changed)
     system = (
-        *{f"{path}/" for path in (*system_directories(), str(Path(__file__).parents[2] / "envd"))},
+        *{f"{path}/" for path in (*system_directories(), str(Path(_lines.__code__.co_filename).parents[1]))},
         "<",
     )
     places = frozenset(str(root / path) for path in hidden)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import os
+import sys
 import unittest
 from collections.abc import Callable, Iterable
 from itertools import islice
@@ -125,10 +126,11 @@ def _equals(found: Any, other: Any) -> bool:
 def install() -> None:
     """Add the guard to pytest's rewriting and unittest's assertions, for this process and its forks.
 
-    The guard does nothing before `arm`.
+    The guard does nothing before `arm`. No byte code is stored from here on: other processes could not run it.
     """
     if hasattr(rewrite, _GUARD):
         return
+    sys.dont_write_bytecode = True
     setattr(rewrite, _GUARD, guard)
     compare = rewrite.AssertionRewriter.visit_Compare
 

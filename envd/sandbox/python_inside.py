@@ -118,7 +118,7 @@ def make_environment(base: Path) -> None:
 
 
 def adopt() -> None:
-    """Change this process's import paths to those that sandboxes see."""
+    """Change this process's import paths, and where its modules say they are, to those that sandboxes see."""
     sys.path[:] = [inside(each) for each in sys.path]
     if _moved():
         sys.executable = f"{bin_directory()}/{Path(sys.executable).name}"
@@ -126,6 +126,8 @@ def adopt() -> None:
         where = getattr(module, "__path__", None)
         if isinstance(where, list):
             where[:] = [inside(each) for each in where]
+        if isinstance(file := getattr(module, "__file__", None), str):
+            module.__file__ = inside(file)
 
 
 def _make_program(entry: Path, target: Path, interpreter: str) -> None:

@@ -88,7 +88,6 @@ def run_tests(
     changed: files of the diff. configuration: further options, of `configured`.
     Call at most once per process, which must exit afterwards.
     """
-    sys.dont_write_bytecode = True
     sys.path[:0] = [str(root), str(root / "src")] if src else [str(root)]
     files = dict.fromkeys(test.split("::", 1)[0] for test in tests)
     present = [root / path for path in files if (root / path).is_file()]

@@ -12,6 +12,7 @@ import tempfile
 import venv
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -109,3 +110,15 @@ def test_what_sandboxes_cover_is_moved_and_nothing_else(monkeypatch: pytest.Monk
         "/workspace/.venv": "/.python/4/bin/python",
     }
     assert python_inside.inside("/tmp/x/.venvs") == "/tmp/x/.venvs"
+
+
+def test_modules_say_where_sandboxes_see_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    covered, other = ModuleType("covered"), ModuleType("other")
+    covered.__file__, other.__file__ = "/tmp/x/.venv/lib/covered.py", "/usr/lib/other.py"
+    monkeypatch.setattr(python_inside, "python_directories", lambda: ("/tmp/x/.venv",))
+    monkeypatch.setattr(sys, "modules", {"covered": covered, "other": other})
+    monkeypatch.setattr(sys, "path", ["/tmp/x/.venv/lib"])
+    monkeypatch.setattr(sys, "executable", sys.executable)
+    python_inside.adopt()
+    assert (covered.__file__, other.__file__) == ("/.python/0/lib/covered.py", "/usr/lib/other.py")
+    assert sys.path == ["/.python/0/lib"]
