@@ -247,6 +247,7 @@ def test_fork_of_a_fork_keeps_the_first_sources_episodes(source: World) -> None:
     assert Path("page.html").read_text().count("<img") == 4
 
 
+@pytest.mark.slow
 def test_quarantined_episodes_leave_the_datasets_of_forks_too(source: World) -> None:
     fork("tiny/0000", "--as", "other", "--set", "trainer.learning_rate=0.001")
     run(source, "other")
@@ -263,6 +264,7 @@ def test_quarantined_episodes_leave_the_datasets_of_forks_too(source: World) -> 
         assert {row["reason"] == "quarantined" for row in members} == {True, False}
 
 
+@pytest.mark.slow
 def test_a_killed_fork_leaves_no_experiment_and_deleting_one_leaves_its_source(source: World) -> None:
     command = [
         sys.executable,

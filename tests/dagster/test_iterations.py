@@ -147,6 +147,7 @@ def test_zero_further_iterations_make_none(ran: World) -> None:
     assert run_iterations(ran.experiment, 0, ran.instance) == []
 
 
+@pytest.mark.slow
 def test_an_iteration_may_start_from_a_named_policy_and_does_not_replace_live(ran: World) -> None:
     live = Registry(ran.store, ran.experiment.name).live()
     with open_runner(ran.experiment, ran.instance) as runner:

@@ -91,6 +91,7 @@ def test_a_repeated_command_makes_nothing_again(ran_ahead: World) -> None:
     assert run_iterations(ran_ahead.experiment, 0, ran_ahead.instance) == []
 
 
+@pytest.mark.slow
 def test_an_iteration_is_not_trained_before_the_one_that_it_builds_on(overlapped: Experiment, ran_ahead: World) -> None:
     with open_runner(overlapped, ran_ahead.instance) as runner:
         runner.iteration("0003", half="sample")

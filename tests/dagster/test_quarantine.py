@@ -248,6 +248,7 @@ def test_a_quarantined_task_leaves_its_dataset_and_a_lift_brings_back_the_same_a
     assert [(row["what"], row["state"]) for row in listed] == [(f"task {place.task}", "lifted"), ("lifts 1", None)]
 
 
+@pytest.mark.slow
 def test_retraining_makes_a_policy_live_that_saw_no_quarantined_episode(place: Place) -> None:
     rollouts, live = place.ref("rollouts", "0000"), place.live
     done = triplane("quarantine", "--task", place.task, "--yes", "--retrain", "--json")

@@ -353,8 +353,7 @@ def rows(number: int) -> dict[str, pa.Table]:
 def appended(store: Store, count: int) -> None:
     ledger = Ledger(store)
     for number in range(count):
-        with ledger.opened() as (_, segments):
-            assert ledger.append(segments, rows(number))
+        assert ledger.append(widest(segments_of(store)), rows(number))
 
 
 @pytest.fixture
@@ -388,8 +387,7 @@ def test_a_merge_that_was_killed_is_made_up_for_by_the_next_larger_one(
     assert widest(segments_of(store))[0] == Segment(1, 0, 15)
     ledger = Ledger(store)
     for number in range(40, 256):
-        with ledger.opened() as (_, segments):
-            assert ledger.append(segments, rows(number))
+        assert ledger.append(widest(segments_of(store)), rows(number))
     assert [(each.first, each.last) for each in segments_of(store)] == [(0, 255)]
     with ledger.opened() as (db, _):
         assert db.sql("SELECT count(*), count(DISTINCT child) FROM edges").fetchall() == [(256, 256)]

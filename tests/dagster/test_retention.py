@@ -51,6 +51,7 @@ def answer(store: Store) -> Recall:
     return recall(store, "task", rollouts.table("episodes.parquet", ["task_id"])["task_id"][0].as_py())
 
 
+@pytest.mark.slow
 def test_an_iteration_and_every_question_go_on_after_gc(mine: World) -> None:
     store, live = mine.store, Registry(mine.store, "tiny").live()
     before, asked = refs(store), answer(store)

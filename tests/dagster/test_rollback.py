@@ -106,6 +106,7 @@ def test_dagster_does_not_launch_a_rollback_again_by_itself(tiny: Experiment, tm
         assert not is_launched_again(rollback_job_name(tiny), ops=ops)
 
 
+@pytest.mark.slow
 def test_the_next_iteration_acts_with_and_trains_from_the_restored_policy_and_says_so(mine: World) -> None:
     name, store = mine.experiment.name, mine.store
     registry, base = Registry(store, name), require_ref(store, name, "base_policy")

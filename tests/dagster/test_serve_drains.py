@@ -80,6 +80,7 @@ def test_the_wait_for_the_first_policy_is_bounded_and_its_error_names_the_fix(st
     assert "Traceback" not in server.printed
 
 
+@pytest.mark.slow
 async def test_sigterm_of_one_of_two_servers_and_a_swap_under_load_fail_no_request(
     ran: World, policies: list[Artifact], start: Callable[..., Server]
 ) -> None:

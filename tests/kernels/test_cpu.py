@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 FIRST_CALLS = """
 import torch
 from triplane_kernels.cpu import _UNARY, resolve_kernels
@@ -20,6 +22,7 @@ for function in _UNARY:
 """
 
 
+@pytest.mark.slow
 def test_first_parallel_calls_of_fresh_processes_have_full_precision() -> None:
     for process in [subprocess.Popen([sys.executable, "-c", FIRST_CALLS]) for _ in range(4)]:
         assert process.wait(timeout=120) == 0

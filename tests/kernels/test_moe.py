@@ -113,6 +113,7 @@ def test_kernels_and_reference_compute_the_same_layer(
 
 @settings(max_examples=10, deadline=None)
 @given(st.integers(1, 40), st.integers(1, 150), st.integers(1, 140), st.integers(1, 6), st.data())
+@pytest.mark.slow
 def test_every_shape_and_recipe_runs(tokens: int, hidden: int, width: int, experts: int, data: st.DataObject) -> None:
     k = data.draw(st.integers(1, experts))
     recipe = Recipe(*data.draw(st.tuples(*[st.booleans()] * 4)))

@@ -41,6 +41,7 @@ def test_a_compiled_layer_is_one_graph_and_the_same_numbers() -> None:
         assert torch.equal(found, wanted)
 
 
+@pytest.mark.slow
 def test_weights_quantized_once_serve_every_micro_batch() -> None:
     layer = make_layer()
     weights = layer.quantized()
@@ -59,6 +60,7 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("recipe", [Recipe(), Recipe(wgrad=True), BF16], ids=["fp8", "fp8-wgrad", "w8"])
+@pytest.mark.slow
 def test_a_sharded_layer_computes_the_same(one_rank: None, recipe: Recipe) -> None:
     layer, hidden = make_layer(recipe), normal(12, 128)
     wanted = step(layer, hidden)

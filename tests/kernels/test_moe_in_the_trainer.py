@@ -100,6 +100,7 @@ def trained(parameters: Parameters, batch: model.Batch) -> tuple[Tensor, dict[st
     return scores.logprobs.detach(), gradients
 
 
+@pytest.mark.slow
 def test_recipe_w8_is_what_the_trainer_computes(
     parameters: Parameters, batch: model.Batch, monkeypatch: pytest.MonkeyPatch
 ) -> None:

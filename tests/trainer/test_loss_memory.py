@@ -8,6 +8,7 @@ from benchmarks.memory import MemoryOptions, run
 from contracts.errors import TriplaneError
 
 
+@pytest.mark.slow
 def test_large_head_takes_a_tenth_of_the_memory_and_gives_the_same_results() -> None:
     result = run(MemoryOptions(tokens=1024, vocabulary=80_000, width=32, threads=1))
     assert result.metrics["head_peak_percent"] < 10

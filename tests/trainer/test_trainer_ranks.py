@@ -89,6 +89,7 @@ def test_the_gradient_is_the_same_however_many_ranks_share_the_batch(world: Worl
             assert float((found[count][name] - whole).norm() / whole.norm()) < 1e-5, (count, name)
 
 
+@pytest.mark.slow
 def test_two_ranks_publish_one_result_and_a_repeated_job_reads_it(world: World) -> None:
     job = job_of(world, "two", 2)
     first = start(job)

@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 
+from tests.http_client import HTTP
 from tests.vllm.conftest import HERE, ROOT
 
 START_S = 60.0
@@ -59,7 +60,7 @@ class StubServer:
     def answers(self) -> bool:
         assert self.process is not None and self.process.poll() is None, "it ended"
         try:
-            return httpx.get(f"{self.url}/health", timeout=5).is_success
+            return HTTP.get(f"{self.url}/health", timeout=5).is_success
         except httpx.TransportError:
             return False
 
@@ -67,17 +68,17 @@ class StubServer:
         return self.process is not None and self.process.poll() is None
 
     def tell(self, **fault: Any) -> None:
-        httpx.post(f"{self.url}/fault", json=fault, timeout=30)
+        HTTP.post(f"{self.url}/fault", json=fault, timeout=30)
 
     def mark(self, version: str) -> None:
-        httpx.post(f"{self.url}/update_weight_version", json={"new_version": version}, timeout=30)
+        HTTP.post(f"{self.url}/update_weight_version", json={"new_version": version}, timeout=30)
 
     def version(self) -> str:
-        return str(httpx.get(f"{self.url}/weight_info", timeout=30).json()["weight_version"])
+        return str(HTTP.get(f"{self.url}/weight_info", timeout=30).json()["weight_version"])
 
     def asked(self) -> list[str]:
         """Salts of the requests that were no probes."""
-        salts = httpx.get(f"{self.url}/seen", timeout=30).json()["salts"]
+        salts = HTTP.get(f"{self.url}/seen", timeout=30).json()["salts"]
         return [salt for salt in salts if not salt.startswith("probe of")]
 
     def signal(self, number: signal.Signals) -> None:
@@ -111,7 +112,7 @@ class WeightsServer:
         def answers() -> bool:
             assert self.process is not None and self.process.poll() is None, "it ended"
             try:
-                return httpx.get(f"{self.url}/health", timeout=5).is_success
+                return HTTP.get(f"{self.url}/health", timeout=5).is_success
             except httpx.TransportError:
                 return False
 
@@ -119,7 +120,7 @@ class WeightsServer:
 
     def pull(self, bearer: str | None = None, **body: Any) -> httpx.Response:
         headers = {"authorization": f"Bearer {bearer}"} if bearer else {}
-        return httpx.post(f"{self.url}/pull", json=body, headers=headers, timeout=90)
+        return HTTP.post(f"{self.url}/pull", json=body, headers=headers, timeout=90)
 
     def stop(self) -> None:
         if self.process is not None:

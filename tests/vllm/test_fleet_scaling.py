@@ -140,6 +140,7 @@ def config_of(cluster: Cluster, **changes: object) -> VllmConfig:
     return VllmConfig.model_validate(values | changes)
 
 
+@pytest.mark.slow
 async def test_fleet_is_scaled_up_for_a_lease_and_to_zero_after_it(cluster: Cluster, policies: Policies) -> None:
     for _ in range(2):
         engine = open_engine(config_of(cluster), policies[0], FIRST)

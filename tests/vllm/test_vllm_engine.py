@@ -19,6 +19,7 @@ from inference.engines.http import JsonClient
 from inference.engines.vllm import VllmEngine, mixed_seed
 from inference.engines.vllm_keeper import VllmKeeper
 from inference.errors import EngineError, EngineStopped, EngineUnreachable, RequestTooLong, StaleVersion, WeightsDiffer
+from tests.http_client import HTTP
 from tests.vllm.conftest import fake_config
 
 pytestmark = pytest.mark.anyio
@@ -48,18 +49,18 @@ def keeper(kept: VllmKeeper) -> VllmKeeper:
 def tell(keeper: VllmKeeper, **fault: Any) -> None:
     """Switch faults on and off."""
     try:
-        httpx.post(f"{keeper.address}/fault", json=fault, timeout=30)
+        HTTP.post(f"{keeper.address}/fault", json=fault, timeout=30)
     except httpx.RemoteProtocolError:
         assert fault.get("die")
 
 
 def seen(keeper: VllmKeeper) -> Any:
-    return httpx.get(f"{keeper.address}/seen", timeout=30).json()
+    return HTTP.get(f"{keeper.address}/seen", timeout=30).json()
 
 
 def mark(keeper: VllmKeeper, version: str) -> None:
     """Give the server a version, as somebody else would."""
-    httpx.post(f"{keeper.address}/update_weight_version", json={"new_version": version}, timeout=30)
+    HTTP.post(f"{keeper.address}/update_weight_version", json={"new_version": version}, timeout=30)
 
 
 def managed(keeper: VllmKeeper, policies: Policies, **changes: object) -> VllmEngine:
@@ -199,7 +200,7 @@ async def test_of_two_that_update_one_server_none_takes_the_others_weights_for_i
             assert (await second.generate([1, 2], PARAMS)).spans == [(SECOND, 0, 8)]
     with pytest.raises(StaleVersion, match="updated or restarted by another client"):
         await late
-    assert str(httpx.get(f"{keeper.address}/weight_info", timeout=30).json()["weight_version"]).startswith("unproven:")
+    assert str(HTTP.get(f"{keeper.address}/weight_info", timeout=30).json()["weight_version"]).startswith("unproven:")
     (resumed,) = seen(keeper)["resumed"][before:]
     assert resumed.startswith("unproven:"), "nobody samples with the second's weights under the first's version"
     await first.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import numpy as np
 import pytest
 import torch
@@ -15,6 +14,7 @@ from inference.engines.vllm_keeper import VllmKeeper
 from inference.engines.vllm_probes import score_rows
 from inference.engines.weights import read_weights
 from inference.errors import EngineError
+from tests.http_client import HTTP
 from tests.vllm.conftest import fake_config
 
 FIRST = "a" * 64
@@ -42,10 +42,10 @@ async def test_the_experts_of_a_reply_are_those_of_the_checkpoint(keeper: VllmKe
     np.testing.assert_array_equal(later.routed_experts, whole.routed_experts[3:])
     assert plain.routed_experts is None
     for text in ("%%%", "AAAA"):
-        httpx.post(f"{keeper.address}/fault", json={"routes": text}, timeout=30)
+        HTTP.post(f"{keeper.address}/fault", json={"routes": text}, timeout=30)
         with pytest.raises(EngineError, match="vLLM's routed experts can't be read"):
             await engine.generate(PROMPT, SamplingParams(1.0, 5, 3, routing_from=0))
-    httpx.post(f"{keeper.address}/fault", json={}, timeout=30)
+    HTTP.post(f"{keeper.address}/fault", json={}, timeout=30)
     await engine.close()
 
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from inference.engines import SamplingParams, VllmConfig, open_engine
@@ -14,6 +13,7 @@ from inference.engines.builtin import BuiltinEngine
 from inference.engines.vllm import VllmEngine
 from inference.engines.vllm_keeper import VllmKeeper
 from inference.errors import EngineError, WeightsDiffer
+from tests.http_client import HTTP
 from tests.vllm.conftest import fake_config
 
 pytestmark = pytest.mark.anyio
@@ -33,12 +33,12 @@ def kept() -> Iterator[VllmKeeper]:
 def keeper(kept: VllmKeeper) -> VllmKeeper:
     """Of one server for all tests, without faults."""
     if kept.address is not None:
-        httpx.post(f"{kept.address}/fault", json={}, timeout=30)
+        HTTP.post(f"{kept.address}/fault", json={}, timeout=30)
     return kept
 
 
 def ask(keeper: VllmKeeper, path: str) -> Any:
-    return httpx.get(f"{keeper.address}{path}", timeout=30).json()
+    return HTTP.get(f"{keeper.address}{path}", timeout=30).json()
 
 
 def managed(keeper: VllmKeeper, policies: Policies, index: int = 0, **changes: object) -> VllmEngine:
@@ -93,7 +93,7 @@ async def test_server_that_was_woken_by_somebody_else_is_not_believed(keeper: Vl
     await engine.version()
     await engine.close()
     await keeper.give_back()
-    httpx.post(f"{keeper.address}/wake_up", timeout=30)
+    HTTP.post(f"{keeper.address}/wake_up", timeout=30)
     assert ask(keeper, "/is_sleeping") == {"is_sleeping": False}
     engine = managed(keeper, policies)
     assert (await engine.generate([1, 2], PARAMS)).spans == [(FIRST, 0, 8)]
@@ -108,7 +108,7 @@ async def test_woken_server_with_wrong_weights_is_refused(keeper: VllmKeeper, po
     await engine.version()
     await engine.close()
     await keeper.give_back()
-    httpx.post(f"{keeper.address}/fault", json={"stale": True}, timeout=30)
+    HTTP.post(f"{keeper.address}/fault", json={"stale": True}, timeout=30)
     theirs = open_engine(fake_config(idle="sleep", base_url=keeper.address), policies[0], FIRST)
     with pytest.raises(WeightsDiffer):
         await theirs.version()
@@ -121,7 +121,7 @@ async def test_server_of_ours_that_does_not_sleep_is_stopped(
     engine = managed(keeper, policies)
     await engine.version()
     await engine.close()
-    httpx.post(f"{keeper.address}/fault", json={"sleepless": True}, timeout=30)
+    HTTP.post(f"{keeper.address}/fault", json={"sleepless": True}, timeout=30)
     there = VllmKeeper(fake_config(idle="sleep", base_url=keeper.address))
     with pytest.raises(EngineError, match="start it with --enable-sleep-mode, or set"):
         await there.give_back()

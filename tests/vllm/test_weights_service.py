@@ -25,6 +25,7 @@ from inference.engines.vllm_policy import PolicyDirectory, StoredPolicy
 from inference.errors import EngineError
 from inference.weights import folder as folder_module
 from inference.weights.folder import NoSpace, WeightsFolder
+from tests.http_client import HTTP
 from tests.vllm.conftest import ROOT
 from tests.vllm.fleet_servers import StubServer, WeightsServer, environment, until
 
@@ -122,7 +123,7 @@ def test_pull_is_complete_verified_and_done_once(service: WeightsServer, store: 
     store.discard(f"{artifact.uri}/")
     assert service.pull(**request(artifact.ref)).status_code == 200, "idempotent, without the store"
     assert (directory / "model.safetensors").stat().st_ino == made
-    held = httpx.get(f"{service.url}/held", timeout=30).json()["held"]
+    held = HTTP.get(f"{service.url}/held", timeout=30).json()["held"]
     assert [(each["name"], each["bytes"]) for each in held] == [(artifact.ref.digest, 1001)]
 
 
@@ -156,7 +157,7 @@ def test_concurrent_pulls_share_the_work(service: WeightsServer, store: Store) -
     for each in threads:
         each.join()
     assert [each.status_code for each in answers] == [200] * 8
-    assert len(httpx.get(f"{service.url}/held", timeout=30).json()["held"]) == 1
+    assert len(HTTP.get(f"{service.url}/held", timeout=30).json()["held"]) == 1
 
 
 def test_long_pull_is_answered_in_pieces(service: WeightsServer, store: Store) -> None:
@@ -166,6 +167,7 @@ def test_long_pull_is_answered_in_pieces(service: WeightsServer, store: Store) -
     until(lambda: service.pull(**request(artifact.ref, wait_s=0.2)).status_code == 200)
 
 
+@pytest.mark.slow
 def test_pull_that_is_killed_leaves_nothing_visible_and_is_repeated(
     service: WeightsServer, store: Store, tmp_path: Path
 ) -> None:
@@ -248,6 +250,7 @@ def test_first_checkpoint_is_there_before_the_service_answers(store: Store, run:
 
 
 @pytest.mark.anyio
+@pytest.mark.slow
 async def test_fleet_loads_what_its_services_pulled(store: Store, tmp_path: Path, policies: Policies) -> None:
     """Two machines, here two loopback addresses, each with a server and a service on the same ports."""
     artifacts = [commit_policy(store, each) for each in policies]
