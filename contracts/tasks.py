@@ -49,8 +49,8 @@ deliverables. `checks` is canonical JSON, or null if none are proven; older suit
 """
 
 
-_DELIVERABLES, _ENVIRONMENT = "artifacts", "environment"
-"""Keys of the deliverables and of the environment in `meta` of stored suites."""
+_DELIVERABLES, _ENVIRONMENT, _TOOLSET = "artifacts", "environment", "toolset"
+"""Keys of what a task declares in `meta` of stored suites."""
 
 
 @dataclass(frozen=True)
@@ -247,6 +247,8 @@ class Task:
     """
     environment: Environment = Environment()
     """What agent and tests run in."""
+    toolset: str = ""
+    """Name of the tools that the agent has (envd/tools/schemas.py); empty: the default ones."""
     base: Mapping[str, bytes] | None = field(default=None, compare=False, repr=False)
     """Files that many tasks share; `files` is stored as an overlay on them (contracts/suites.py). None: as a whole."""
 
@@ -269,6 +271,7 @@ class Task:
                 *([list(self.deliverables)] if self.deliverables else []),
                 *([self.checks.to_json()] if self.checks else []),
                 *([self.environment.to_values()] if self.environment.to_values() else []),
+                *([{_TOOLSET: self.toolset}] if self.toolset else []),
             ]
         )
 
@@ -318,6 +321,7 @@ def read_tasks(table: pa.Table) -> list[Task]:
             reference_diff=row["reference_diff"],
             deliverables=tuple(meta.pop(_DELIVERABLES, ())),
             environment=Environment.from_values(meta.pop(_ENVIRONMENT, {})),
+            toolset=meta.pop(_TOOLSET, ""),
             meta=meta,
             checks=Checks.from_json(row["checks"]) if row.get("checks") else None,
         )
@@ -327,13 +331,15 @@ def read_tasks(table: pa.Table) -> list[Task]:
 
 
 def _meta_row(task: Task) -> str:
-    """Metadata of a task with its deliverables and environment.
+    """Metadata of a task with what it declares.
 
     These have no columns of their own, which would change the digest of all suites.
     """
     declared: dict[str, Any] = {_DELIVERABLES: list(task.deliverables)} if task.deliverables else {}
     if task.environment.to_values():
         declared[_ENVIRONMENT] = task.environment.to_values()
+    if task.toolset:
+        declared[_TOOLSET] = task.toolset
     return json.dumps(task.meta | declared, sort_keys=True)
 
 

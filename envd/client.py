@@ -13,6 +13,7 @@ async with SandboxClient(address) as client:
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import logging
 from collections import deque
@@ -31,6 +32,7 @@ from envd.connection import SANDBOX_TOKEN, Access, Metadata
 from envd.errors import BaseMissing, EnvdError, SandboxGone, SandboxUnknown, ServerBusy, ServerLost, TemplateError
 from envd.meeting import default_address
 from envd.messages import export_message, left_out_of, limits_message, status_of, tool_result_of, verify_result_of
+from envd.tools.schemas import MAX_NESTING, is_too_deep
 from envd.trees import changes, template_digest
 from envd.types import (
     Export,
@@ -72,6 +74,8 @@ _BASES, _BASE_TRIES = 8, 3
 """Bases of templates whose digests are kept, and how often one is sent for one template."""
 _ENDING_S = 10.0
 """Longest that a client's end waits for sandboxes that nobody wants any more."""
+_TOO_DEEP: list[Any] = functools.reduce(lambda inner, _: [inner], range(MAX_NESTING), [])
+"""A value nested one level too deeply."""
 
 
 class SandboxClient:
@@ -176,17 +180,19 @@ class SandboxClient:
         backend: str = "",
         rules: str = "",
         runtime: str = "",
+        toolset: str = "",
         idempotency_key: str | None = None,
         timeout_s: float = RPC_GRACE_S,
     ) -> Sandbox:
         """Start a sandbox with its own copy of the template's workspace; it answers calls when this returns.
 
         limits: None for the server's defaults. backend: empty for the server's choice. rules: YAML, within the
-        server's own. runtime: digest of packages in place of the server's own, see `put_runtime`. idempotency_key: a
-        retry with the same one gets the same sandbox. Cancelled without one, it ends
-        what the server still makes. timeout_s: pods that pull their image take minutes.
+        server's own. runtime: digest of packages in place of the server's own, see `put_runtime`. toolset: the tools
+        that calls may name (`envd.tools.TOOLSETS`); empty: the default ones. idempotency_key: a retry with the same one
+        gets the same sandbox. Cancelled without one, it ends what the server still makes. timeout_s: pods that pull
+        their image take minutes.
         """
-        request = create_request(template, limits, env, labels, backend, rules, runtime)
+        request = create_request(template, limits, env, labels, backend, rules, runtime, toolset)
         if idempotency_key is not None:  # a retry may want it
             return self._made(await self.ask("sandboxes.Create", request, timeout_s, idempotency_key))
         return await self._wanted(self.ask("sandboxes.Create", request, timeout_s))
@@ -325,7 +331,7 @@ class Sandbox:
         request = pb.BatchRequest(
             sandbox_id=self.id,
             calls=[
-                pb.ToolCall(name=call.name, arguments_json=json.dumps(_flat(call.arguments), sort_keys=True))
+                pb.ToolCall(name=call.name, arguments_json=json.dumps(_bounded(call.arguments), sort_keys=True))
                 for call in calls
             ],
             timeout_s=timeout_s,
@@ -368,6 +374,7 @@ def create_request(
     backend: str,
     rules: str,
     runtime: str = "",
+    toolset: str = "",
 ) -> pb.CreateRequest:
     """A request to create a sandbox, with the arguments of `SandboxClient.create`."""
     return pb.CreateRequest(
@@ -378,6 +385,7 @@ def create_request(
         backend=backend,
         policy_yaml=rules,
         runtime=runtime,
+        toolset=toolset,
     )
 
 
@@ -387,9 +395,9 @@ def _piece(archive: Path, at: int) -> bytes:
         return file.read(_PIECE)
 
 
-def _flat(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def _bounded(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments as they are sent.
 
-    No tool takes lists or objects, so one is as wrong empty as nested beyond what JSON readers bear.
+    One that is nested beyond what JSON readers bear is replaced by a value that is refused for the same reason.
     """
-    return {key: [] if isinstance(value, (list, dict)) else value for key, value in arguments.items()}
+    return {key: _TOO_DEEP if is_too_deep(value) else value for key, value in arguments.items()}

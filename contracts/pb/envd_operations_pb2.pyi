@@ -171,7 +171,7 @@ class SnapshotChunk(_message.Message):
     def __init__(self, header: _Optional[_Union[ReceiveHeader, _Mapping]] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class ReceiveHeader(_message.Message):
-    __slots__ = ("sandbox_id", "token", "backend", "template", "template_files", "limits", "env", "labels", "policy_yaml", "expires_in_s", "host_name", "runtime")
+    __slots__ = ("sandbox_id", "token", "backend", "template", "template_files", "limits", "env", "labels", "policy_yaml", "expires_in_s", "host_name", "runtime", "toolset")
     class TemplateFilesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -205,6 +205,7 @@ class ReceiveHeader(_message.Message):
     EXPIRES_IN_S_FIELD_NUMBER: _ClassVar[int]
     HOST_NAME_FIELD_NUMBER: _ClassVar[int]
     RUNTIME_FIELD_NUMBER: _ClassVar[int]
+    TOOLSET_FIELD_NUMBER: _ClassVar[int]
     sandbox_id: str
     token: str
     backend: str
@@ -217,7 +218,8 @@ class ReceiveHeader(_message.Message):
     expires_in_s: float
     host_name: str
     runtime: str
-    def __init__(self, sandbox_id: _Optional[str] = ..., token: _Optional[str] = ..., backend: _Optional[str] = ..., template: _Optional[str] = ..., template_files: _Optional[_Mapping[str, bytes]] = ..., limits: _Optional[_Union[_envd_pb2.Limits, _Mapping]] = ..., env: _Optional[_Mapping[str, str]] = ..., labels: _Optional[_Mapping[str, str]] = ..., policy_yaml: _Optional[str] = ..., expires_in_s: _Optional[float] = ..., host_name: _Optional[str] = ..., runtime: _Optional[str] = ...) -> None: ...
+    toolset: str
+    def __init__(self, sandbox_id: _Optional[str] = ..., token: _Optional[str] = ..., backend: _Optional[str] = ..., template: _Optional[str] = ..., template_files: _Optional[_Mapping[str, bytes]] = ..., limits: _Optional[_Union[_envd_pb2.Limits, _Mapping]] = ..., env: _Optional[_Mapping[str, str]] = ..., labels: _Optional[_Mapping[str, str]] = ..., policy_yaml: _Optional[str] = ..., expires_in_s: _Optional[float] = ..., host_name: _Optional[str] = ..., runtime: _Optional[str] = ..., toolset: _Optional[str] = ...) -> None: ...
 
 class ReceiveReply(_message.Message):
     __slots__ = ("lost",)
@@ -226,8 +228,10 @@ class ReceiveReply(_message.Message):
     def __init__(self, lost: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class SchemasRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("toolset",)
+    TOOLSET_FIELD_NUMBER: _ClassVar[int]
+    toolset: str
+    def __init__(self, toolset: _Optional[str] = ...) -> None: ...
 
 class SchemasReply(_message.Message):
     __slots__ = ("tools_json",)

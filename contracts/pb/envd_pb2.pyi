@@ -62,7 +62,7 @@ class Limits(_message.Message):
     def __init__(self, memory_mb: _Optional[int] = ..., pids: _Optional[int] = ..., cpu: _Optional[float] = ..., disk_mb: _Optional[int] = ..., lifetime_s: _Optional[float] = ...) -> None: ...
 
 class CreateRequest(_message.Message):
-    __slots__ = ("template", "limits", "env", "policy_yaml", "backend", "labels", "runtime")
+    __slots__ = ("template", "limits", "env", "policy_yaml", "backend", "labels", "runtime", "toolset")
     class EnvEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -84,6 +84,7 @@ class CreateRequest(_message.Message):
     BACKEND_FIELD_NUMBER: _ClassVar[int]
     LABELS_FIELD_NUMBER: _ClassVar[int]
     RUNTIME_FIELD_NUMBER: _ClassVar[int]
+    TOOLSET_FIELD_NUMBER: _ClassVar[int]
     template: str
     limits: Limits
     env: _containers.ScalarMap[str, str]
@@ -91,7 +92,8 @@ class CreateRequest(_message.Message):
     backend: str
     labels: _containers.ScalarMap[str, str]
     runtime: str
-    def __init__(self, template: _Optional[str] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., env: _Optional[_Mapping[str, str]] = ..., policy_yaml: _Optional[str] = ..., backend: _Optional[str] = ..., labels: _Optional[_Mapping[str, str]] = ..., runtime: _Optional[str] = ...) -> None: ...
+    toolset: str
+    def __init__(self, template: _Optional[str] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., env: _Optional[_Mapping[str, str]] = ..., policy_yaml: _Optional[str] = ..., backend: _Optional[str] = ..., labels: _Optional[_Mapping[str, str]] = ..., runtime: _Optional[str] = ..., toolset: _Optional[str] = ...) -> None: ...
 
 class CreateReply(_message.Message):
     __slots__ = ("sandbox_id", "token")

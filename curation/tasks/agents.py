@@ -196,7 +196,11 @@ async def play_task(
     await verifier.provide(task)
     template, environment = await client.put_template(task.files, task.base), task.environment
     async with await client.create(
-        template, limits=limits, env=environment.variables(task.files), runtime=environment.runtime
+        template,
+        limits=limits,
+        env=environment.variables(task.files),
+        runtime=environment.runtime,
+        toolset=task.toolset,
     ) as sandbox:
         while len(turns) < max_turns:
             observation = Observation(task.task_id, task.instruction, tuple(turns), sample)

@@ -44,6 +44,8 @@ def task_text(task: Task) -> str:
     parts = [f"{task.task_id} ({task.split.value}, {task.family})", task.instruction]
     if task.deliverables:
         parts.append(f"--- deliverables: {' '.join(task.deliverables)}")
+    if task.toolset:
+        parts.append(f"--- toolset: {task.toolset}")
     parts += [f"--- {path}\n{data.decode(errors='replace')}" for path, data in sorted(task.files.items())]
     parts += [
         f"--- hidden: {path}\n{data.decode(errors='replace')}" for path, data in sorted(task.hidden_files.items())

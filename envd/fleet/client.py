@@ -106,6 +106,7 @@ class FleetClient(SandboxClient):
         backend: str = "",
         rules: str = "",
         runtime: str = "",
+        toolset: str = "",
         idempotency_key: str | None = None,
         timeout_s: float = RPC_GRACE_S,
     ) -> Sandbox:
@@ -120,6 +121,7 @@ class FleetClient(SandboxClient):
                 backend=backend,
                 rules=rules,
                 runtime=runtime,
+                toolset=toolset,
                 idempotency_key=idempotency_key,
                 timeout_s=timeout_s,
             )

@@ -26,6 +26,7 @@ from envd.local import LocalEnvd
 from envd.mcp.http import Gate
 from envd.mcp.server import make_server
 from envd.mcp.sessions import Sessions
+from envd.tools.schemas import DEFAULT_TOOLSET, TOOLSETS
 from envd.types import Limits
 
 _HELP = """\
@@ -62,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     add_access(add)
     add("--backend", default="auto", help="backend of a private server (default auto)")
     add("--files", type=Path, metavar="DIR", help="workspaces begin as a copy of this directory (default: empty)")
+    add("--toolset", choices=sorted(TOOLSETS), default=DEFAULT_TOOLSET, help="tools of a sandbox (default default)")
     add("--http", metavar="HOST:PORT", help="serve streamable HTTP instead of standard streams")
     add(
         "--http-keys",
@@ -86,7 +88,7 @@ async def _serve(arguments: argparse.Namespace) -> None:
         address = arguments.address or stack.enter_context(LocalEnvd(arguments.backend)).address
         client = await stack.enter_async_context(SandboxClient(address, access))
         limits = Limits(lifetime_s=arguments.lifetime)
-        sessions = Sessions(client, files, limits, arguments.timeout, arguments.max_sessions)
+        sessions = Sessions(client, files, limits, arguments.timeout, arguments.max_sessions, arguments.toolset)
         stack.push_async_callback(sessions.end_all)
         await client.put_template(files)  # a server that is not there is told at once
         idle = asyncio.create_task(sessions.end_idle(arguments.idle))

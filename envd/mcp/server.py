@@ -11,7 +11,7 @@ from mcp.server.lowlevel import Server
 from contracts.visible import visible
 from envd.errors import EnvdError
 from envd.mcp.sessions import Sessions, arguments_of
-from envd.tools import ALL_TOOLS
+from envd.tools import toolset_named
 from envd.types import ToolCall
 
 SESSION_HEADER = "mcp-session-id"
@@ -21,11 +21,11 @@ _INSTRUCTIONS = (
 )
 
 
-def tools() -> list[types.Tool]:
-    """The tools as MCP lists them, from the one definition."""
+def tools(toolset: str) -> list[types.Tool]:
+    """A toolset's tools as MCP lists them."""
     return [
         types.Tool(name=spec.name, description=spec.description, input_schema=dict(spec.parameters))
-        for spec in ALL_TOOLS.values()
+        for spec in toolset_named(toolset).tools.values()
     ]
 
 
@@ -35,7 +35,7 @@ def make_server(sessions: Sessions, version: str) -> Server[Any]:
     async def list_tools(
         context: ServerRequestContext[Any], params: types.PaginatedRequestParams | None
     ) -> types.ListToolsResult:
-        return types.ListToolsResult(tools=tools())
+        return types.ListToolsResult(tools=tools(sessions.toolset))
 
     async def call_tool(
         context: ServerRequestContext[Any], params: types.CallToolRequestParams

@@ -29,9 +29,18 @@ class Sessions:
     """The sandboxes of all sessions, by the sessions' keys."""
 
     def __init__(
-        self, client: SandboxClient, files: Mapping[str, bytes], limits: Limits, timeout_s: float, most: int
+        self,
+        client: SandboxClient,
+        files: Mapping[str, bytes],
+        limits: Limits,
+        timeout_s: float,
+        most: int,
+        toolset: str = "",
     ) -> None:
-        """files: what a workspace begins with. timeout_s: of a call. most: sessions at the same time."""
+        """files: what a workspace begins with. timeout_s: of a call. most: sessions at the same time. toolset: name of
+        the tools that sandboxes offer.
+        """
+        self.toolset = toolset
         self._client, self._files, self._limits = client, files, limits
         self._timeout_s, self._most = timeout_s, most
         self._sessions: dict[str, _Session] = {}
@@ -55,7 +64,7 @@ class Sessions:
                 if session.sandbox is None:
                     template = await self._client.put_template(self._files)
                     session.sandbox = await self._client.create(
-                        template, limits=self._limits, labels={"interface": "mcp"}
+                        template, limits=self._limits, labels={"interface": "mcp"}, toolset=self.toolset
                     )
                 sandbox = session.sandbox
             return await sandbox.call(call, timeout_s=self._timeout_s)

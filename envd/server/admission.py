@@ -12,6 +12,7 @@ from envd.errors import EnvdError, RulesDenied
 from envd.messages import named_limits
 from envd.server.audit import AuditLog
 from envd.server.rules import Decisions, Denial, Rules
+from envd.tools import toolset_named
 from envd.types import Limits
 
 _MOST = Limits(memory_mb=1 << 22, pids=1 << 22, cpu=1024, disk_mb=1 << 24, lifetime_s=365 * 24 * 3600.0)
@@ -31,6 +32,7 @@ class Wanted:
     backend: str = ""
     rules_yaml: str = ""
     runtime: str = ""
+    toolset: str = ""
 
     @classmethod
     def of(cls, request: Any) -> Wanted:
@@ -43,9 +45,11 @@ class Wanted:
             request.backend,
             request.policy_yaml,
             request.runtime,
+            request.toolset,
         )
         _check_numbers(wanted.limits)
         check_env(wanted.env)
+        toolset_named(wanted.toolset)
         _check_labels(wanted.labels)
         return wanted
 

@@ -60,6 +60,8 @@ class Live:
     """Number of recorded hits, by limit."""
     claim: Claim | None = None
     """Its share of its key's quotas."""
+    toolset: str = ""
+    """Name of its toolset; empty: the default one."""
     answers: Answers = field(default_factory=Answers)
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     _changing: asyncio.Event | None = None

@@ -125,6 +125,7 @@ class Sandboxes:
         backend, spec, decisions = self.plan(wanted)
         box, claim = await self._claimed(spec, lambda: backend.create(spec))
         live = Live(*_identity(), backend, spec, box, decisions, wanted.rules_yaml, wanted.labels, claim=claim)
+        live.toolset = wanted.toolset
         return self.admit(live)
 
     async def restore(
@@ -142,9 +143,9 @@ class Sandboxes:
         lost = () if backend.features.keeps_processes else ("processes",)
         identity, token = like or _identity()
         labels = wanted.labels
-        return self.admit(
-            Live(identity, token, backend, spec, box, decisions, wanted.rules_yaml, labels, lost=lost, claim=claim)
-        )
+        live = Live(identity, token, backend, spec, box, decisions, wanted.rules_yaml, labels, lost=lost, claim=claim)
+        live.toolset = wanted.toolset
+        return self.admit(live)
 
     async def _claimed(self, spec: BoxSpec, start: Callable[[], Coroutine[Any, Any, Box]]) -> tuple[Box, Claim]:
         """Claim the quotas, hold the template and start a box. Raises QuotaExceeded, and as `started`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Container
 from typing import Any
 
 from contracts.pb import envd_pb2 as pb
@@ -14,7 +15,7 @@ from envd.server.audit import leaves_root
 from envd.server.calls import Context, Service, unary
 from envd.server.live import Live
 from envd.server.toolrunner import SHELL_DIED, run_batch
-from envd.tools import ALL_TOOLS
+from envd.tools import toolset_named
 from envd.types import ToolCall, ToolResult
 
 MAX_TIMEOUT_S = 3600.0
@@ -44,12 +45,19 @@ class ToolsService(Service, rpc.ToolsServicer):
             path = call.arguments.get("path")
             if isinstance(path, str) and ".." in path and leaves_root(path):
                 self.sandboxes.audit.record("path.escape", live.identity, tool=call.name, path=path)
-        denied = {index for index, call in enumerate(calls) if not live.decisions.allows(call.name)}
+        offered = toolset_named(live.toolset).tools
+        denied = {
+            index
+            for index, call in enumerate(calls)
+            if not live.decisions.allows(call.name) or call.name not in offered
+        }
         if not denied:
             results = await run_batch(guest, calls, timeout_s)
         else:
             allowed = iter(await run_batch(guest, [c for i, c in enumerate(calls) if i not in denied], timeout_s))
-            results = [self._deny(live, call) if i in denied else next(allowed) for i, call in enumerate(calls)]
+            results = [
+                self._deny(live, call, offered) if i in denied else next(allowed) for i, call in enumerate(calls)
+            ]
         for call, result in zip(calls, results, strict=True):
             if not result.ok and call.name in _SIGNS:
                 self.sandboxes.sign_of_limit(live)
@@ -65,11 +73,11 @@ class ToolsService(Service, rpc.ToolsServicer):
                 self.sandboxes.audit.record(kind, live.identity, tool=call.name, bytes=result.true_bytes)  # type: ignore[arg-type]
         return results
 
-    def _deny(self, live: Live, call: ToolCall) -> ToolResult:
+    def _deny(self, live: Live, call: ToolCall, offered: Container[str]) -> ToolResult:
         self.sandboxes.audit.record("tool.denied", live.identity, tool=call.name)
         return _refusal(
             f"error: no such tool: {visible(call.name)}"
-            if call.name not in ALL_TOOLS
+            if call.name not in offered
             else f"error: not allowed: {call.name}"
         )
 

@@ -8,15 +8,27 @@ plane.
 
 from envd.tools.files import run_file_tool
 from envd.tools.output import MAX_OUTPUT_BYTES, Output
-from envd.tools.schemas import ALL_TOOLS, EXTRA_TOOLS, TOOLS, ToolSpec, check_arguments
+from envd.tools.schemas import (
+    ALL_TOOLS,
+    DEFAULT_TOOLSET,
+    SUBMIT_ANSWER,
+    TOOLS,
+    TOOLSETS,
+    ToolSpec,
+    check_arguments,
+    toolset_named,
+)
 
 __all__ = [
     "ALL_TOOLS",
-    "EXTRA_TOOLS",
+    "DEFAULT_TOOLSET",
     "MAX_OUTPUT_BYTES",
+    "SUBMIT_ANSWER",
     "TOOLS",
+    "TOOLSETS",
     "Output",
     "ToolSpec",
     "check_arguments",
     "run_file_tool",
+    "toolset_named",
 ]

@@ -1,25 +1,40 @@
-"""Tool names, descriptions and argument schemas: the one definition that prompts, grammars and checks read."""
+"""Tools and toolsets: the one declaration that prompts, `Schemas`, MCP listings and argument checks follow.
+
+A new tool is a `_spec` here, the toolsets that offer it, and the function that runs it (`envd.tools.files`, or
+`envd.server.toolrunner` for one that needs a sandbox).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from envd.errors import EnvdError
+
 MAX_TIMEOUT_S = 86_400
 """Largest `timeout_s` that a call may name, in seconds: a day. The caller's own deadline is the smaller one."""
+MAX_NESTING = 32
+"""Deepest nesting of lists and objects in a call's arguments."""
 _STRING = {"type": "string"}
 _INTEGER = {"type": "integer"}
-_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
-    "string": ((str,), "a string"),
-    "integer": ((int,), "an integer"),
-    "number": ((int, float), "a number"),
+_WORDS = {
+    "string": "a string",
+    "integer": "an integer",
+    "number": "a number",
+    "array": "a list",
+    "object": "an object",
+    "boolean": "true or false",
+    "null": "null",
 }
+_MAX_SHOWN = 200
+"""Characters of a schema's value that an error shows."""
 
 
 @dataclass(frozen=True)
 class ToolSpec:
-    """A tool as a model sees it. `parameters` is a JSON schema."""
+    """A tool as a model sees it. `parameters` is a JSON schema (draft 2020-12) of an object."""
 
     name: str
     description: str
@@ -29,6 +44,37 @@ class ToolSpec:
         """The tool in the OpenAI function form that chat templates take."""
         function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
         return {"type": "function", "function": function}
+
+    def wrong(self, arguments: Mapping[str, Any]) -> str | None:
+        """First thing in a call's arguments that the schema does not allow, in words, or None."""
+        return next(self._faults(arguments), None)
+
+    def _faults(self, arguments: Mapping[str, Any]) -> Iterator[str]:
+        """Faults of missing arguments first, then by argument in alphabetical order."""
+        yield from (f"missing argument: {key}" for key in self.parameters["required"] if key not in arguments)
+        for key, value in sorted(arguments.items()):
+            if key not in self.parameters["properties"]:
+                yield f"unknown argument: {key}"
+                continue
+            for error in self._validators[key].iter_errors(value):
+                yield f"{_place(key, error.absolute_path)} {_demand(str(error.validator), error.validator_value)}"
+            if is_too_deep(value):
+                yield f"{key} is nested more than {MAX_NESTING} levels deep"
+            if isinstance(value, str) and "\0" in value:
+                yield f"{key} holds a null character"
+
+    @functools.cached_property
+    def _validators(self) -> dict[str, Any]:
+        """Validator of each argument."""
+        # imported late: sandboxes run parts of this package with the standard library alone
+        from jsonschema import Draft202012Validator
+        from jsonschema.validators import extend
+
+        types = Draft202012Validator.TYPE_CHECKER.redefine(  # 2.0 is no integer: it is no line number either
+            "integer", lambda _, value: isinstance(value, int) and not isinstance(value, bool)
+        )
+        validator = extend(Draft202012Validator, type_checker=types)
+        return {key: validator(schema) for key, schema in self.parameters["properties"].items()}
 
 
 def _spec(name: str, description: str, required: list[str], **properties: Mapping[str, Any]) -> ToolSpec:
@@ -87,28 +133,91 @@ EXTRA_TOOLS: dict[str, ToolSpec] = {
         ),
     )
 }
-"""Tools that a sandbox has too, and that prompts name only where they are asked to."""
-ALL_TOOLS: dict[str, ToolSpec] = TOOLS | EXTRA_TOOLS
+"""Tools of the default toolset that its prompt does not list."""
+SUBMIT_ANSWER = "submit_answer"
+_ANSWER = _spec(
+    SUBMIT_ANSWER,
+    "Submit the answer to the task: a text, a number, or any JSON value. The last answer counts.",
+    ["answer"],
+    answer={},
+)
+ALL_TOOLS: dict[str, ToolSpec] = TOOLS | EXTRA_TOOLS | {SUBMIT_ANSWER: _ANSWER}
+"""Tools of all toolsets."""
+
+
+@dataclass(frozen=True)
+class Toolset:
+    """Tools that a sandbox offers, by name."""
+
+    name: str
+    listed: Mapping[str, ToolSpec]
+    """Tools that a prompt lists."""
+    unlisted: Mapping[str, ToolSpec]
+    """Tools that may be called too."""
+
+    @property
+    def tools(self) -> dict[str, ToolSpec]:
+        """All tools of the set."""
+        return {**self.listed, **self.unlisted}
+
+
+def _toolset(name: str, *tools: str) -> Toolset:
+    return Toolset(name, {each: ALL_TOOLS[each] for each in tools}, {})
+
+
+DEFAULT_TOOLSET = "default"
+TOOLSETS: dict[str, Toolset] = {
+    each.name: each
+    for each in (
+        Toolset(DEFAULT_TOOLSET, TOOLS, EXTRA_TOOLS),
+        _toolset("files", "read", "write", "edit", "list", "search"),
+        _toolset("answer", *TOOLS, SUBMIT_ANSWER),
+    )
+}
+"""Toolsets that tasks and sandboxes can name."""
+
+
+def toolset_named(name: str) -> Toolset:
+    """Toolset of this name; empty: the default. Raises EnvdError."""
+    found = TOOLSETS.get(name or DEFAULT_TOOLSET)
+    if found is None:
+        raise EnvdError(f"no toolset {name[:40]!r}: use one of {', '.join(TOOLSETS)}")
+    return found
 
 
 def check_arguments(name: str, arguments: Mapping[str, Any]) -> str | None:
     """Return what is wrong with a call, as the one line that the model is shown, or None."""
     if name not in ALL_TOOLS:
         return f"error: no such tool: {name}"
-    schema = ALL_TOOLS[name].parameters
-    for key in schema["required"]:
-        if key not in arguments:
-            return f"error: {name}: missing argument: {key}"
-    for key, value in sorted(arguments.items()):
-        if key not in schema["properties"]:
-            return f"error: {name}: unknown argument: {key}"
-        accepted, words = _TYPES[schema["properties"][key]["type"]]
-        if not isinstance(value, accepted) or isinstance(value, bool):
-            return f"error: {name}: {key} must be {words}"
-        if isinstance(value, str) and "\0" in value:
-            return f"error: {name}: {key} holds a null character"
+    wrong = ALL_TOOLS[name].wrong(arguments)
+    if wrong is not None:
+        return f"error: {name}: {wrong}"
     if name == "exec" and not abs(arguments.get("timeout_s", 0)) <= MAX_TIMEOUT_S:
         return f"error: exec: timeout_s must be at most {MAX_TIMEOUT_S}"
     if name == "edit" and ("line" in arguments) == ("old" in arguments):
         return "error: edit: give either line or old"
     return None
+
+
+def is_too_deep(value: Any, limit: int = MAX_NESTING) -> bool:
+    """Whether lists and objects are nested more than `limit` levels deep in a JSON value."""
+    level, deepest = [value], 0
+    while level := [each for each in level if isinstance(each, (list, dict))]:
+        deepest += 1
+        if deepest > limit:
+            return True
+        level = [inner for each in level for inner in (each.values() if isinstance(each, dict) else each)]
+    return False
+
+
+def _place(key: str, path: Iterable[Any]) -> str:
+    """Name of a value in an argument, such as `rows[2].name`."""
+    return key + "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
+
+
+def _demand(keyword: str, wanted: Any) -> str:
+    """What a schema's keyword demands, in words."""
+    if keyword == "type":
+        names = [wanted] if isinstance(wanted, str) else wanted
+        return "must be " + " or ".join(_WORDS[each] for each in names)
+    return f"must satisfy {keyword} {str(wanted)[:_MAX_SHOWN]}"

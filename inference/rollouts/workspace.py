@@ -60,6 +60,7 @@ class Workspaces:
                     limits=self._limits_of(task),
                     env=task.environment.variables(task.files),
                     runtime=task.environment.runtime,
+                    toolset=task.toolset,
                 )
             except TriplaneError as error:
                 self._templates.pop(self._key(task), None)

@@ -186,6 +186,11 @@ def test_tasks_round_trip() -> None:
     declares = replace(task, deliverables=("src/", "*.md"))
     assert read_tasks(tasks_table([task, declares])) == [task, declares]
     assert declares.digest != task.digest != replace(task, deliverables=("src/",)).digest
+    offered = replace(task, toolset="files")
+    assert read_tasks(tasks_table([offered])) == [offered] and offered.digest != task.digest
+    assert task.digest == "a6ec040019cfdad1e2abbef9a14078a91199ba409094232853d996e2aa9d4dbd", (
+        "a task that declares nothing has the digest that it always had"
+    )
     assert "artifacts" not in tasks_table([task]).to_pylist()[0]["meta"], "what declares none keeps its digest"
     assert task.digest != replace(task, instruction="other").digest
     assert task.files_digest == replace(task, instruction="other").files_digest

@@ -20,7 +20,7 @@ from mcp.client.streamable_http import streamable_http_client
 
 from contracts.rpc.meeting import meeting_directory
 from envd.operations.client import OperationsClient
-from envd.tools import ALL_TOOLS
+from envd.tools import toolset_named
 from tests.envd.harness import Harness
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
@@ -65,7 +65,7 @@ def test_an_mcp_client_drives_a_sandbox(namespaces: Harness, tmp_path: Path) -> 
         async with over_stdio("--address", namespaces.address, "--files", str(tmp_path)) as client:
             listed = {tool.name: tool for tool in (await client.list_tools()).tools}
             assert {name: tool.input_schema for name, tool in listed.items()} == {
-                name: dict(spec.parameters) for name, spec in ALL_TOOLS.items()
+                name: dict(spec.parameters) for name, spec in toolset_named("").tools.items()
             }
             assert await said(client, "list") == (True, "calc.py")
             assert await said(client, "edit", path="calc.py", line=2.0, new="    return a + b") == (True, "ok")
@@ -85,6 +85,16 @@ def test_an_mcp_client_drives_a_sandbox(namespaces: Harness, tmp_path: Path) -> 
             assert both == [(True, "done\nexit 0")] * 2
             assert await live(namespaces.address) == before + 1
         assert await eventually_live(namespaces.address, before)
+
+    asyncio.run(job())
+
+
+def test_a_toolset_is_what_is_listed_and_what_may_be_called(namespaces: Harness) -> None:
+    async def job() -> None:
+        async with over_stdio("--address", namespaces.address, "--toolset", "answer") as client:
+            assert [tool.name for tool in (await client.list_tools()).tools] == list(toolset_named("answer").tools)
+            assert await said(client, "submit_answer", answer={"rows": [[1, 2.5]]}) == (True, "submitted")
+            assert await said(client, "lint") == (False, "error: no such tool: lint")
 
     asyncio.run(job())
 

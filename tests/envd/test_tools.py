@@ -1,13 +1,20 @@
 from __future__ import annotations
 
+import asyncio
+import functools
+import json
 import os
 from pathlib import Path
+from typing import cast
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envd.tools import MAX_OUTPUT_BYTES, TOOLS, Output, run_file_tool
+from contracts.pb import envd_operations_pb2 as pb
+from envd.errors import EnvdError
+from envd.operations.client import OperationsClient
+from envd.tools import MAX_OUTPUT_BYTES, TOOLSETS, Output, ToolSpec, run_file_tool, toolset_named
 from envd.types import ToolCall
 from tests.envd.harness import FILES, Harness
 
@@ -88,6 +95,11 @@ def test_a_fifo_does_not_hang_a_tool(root: Path) -> None:
     assert run(root, "search", pattern="x")[0]
 
 
+def nested(levels: int) -> object:
+    """A list in a list, and so on."""
+    return functools.reduce(lambda inner, _: [inner], range(levels), cast(object, 0))
+
+
 @pytest.mark.parametrize(
     ("name", "arguments", "text"),
     [
@@ -98,6 +110,11 @@ def test_a_fifo_does_not_hang_a_tool(root: Path) -> None:
         ("read", {"path": "x", "colour": 1}, "error: read: unknown argument: colour"),
         ("read", {"path": "gone.py"}, "error: no such file: gone.py"),
         ("read", {"path": "a\0b"}, "error: read: path holds a null character"),
+        ("read", {"path": "x", "start": 2.0}, "error: read: start must be an integer"),
+        ("read", {"path": ["x"]}, "error: read: path must be a string"),
+        ("read", {"path": nested(33)}, "error: read: path must be a string"),
+        ("submit_answer", {"answer": nested(33)}, "error: submit_answer: answer is nested more than 32 levels deep"),
+        ("submit_answer", {"answer": "x" * 65_536}, "error: an answer takes at most 65536 bytes of JSON"),
         ("exec", {"command": "ls"}, "error: exec needs a sandbox"),
         ("exec", {"command": "ls", "timeout_s": 10**400}, "error: exec: timeout_s must be at most 86400"),
         ("exec", {"command": "ls", "timeout_s": float("nan")}, "error: exec: timeout_s must be at most 86400"),
@@ -150,7 +167,63 @@ def test_a_sandbox_answers_as_the_pure_functions_do(anywhere: Harness, root: Pat
 
 
 def test_every_schema_is_a_closed_object_for_grammars() -> None:
-    for spec in TOOLS.values():
+    for spec in [spec for toolset in TOOLSETS.values() for spec in toolset.tools.values()]:
         assert spec.parameters["type"] == "object" and spec.parameters["additionalProperties"] is False
         assert set(spec.parameters["required"]) <= set(spec.parameters["properties"])
         assert spec.json_schema()["function"]["name"] == spec.name
+
+
+def test_nested_arguments_are_checked_by_the_schema_of_the_tool() -> None:
+    row = {"type": "object", "properties": {"count": {"type": "integer", "minimum": 1}}, "required": ["count"]}
+    properties = {"rows": {"type": "array", "items": row}, "mode": {"enum": ["add", "set"]}}
+    spec = ToolSpec("put", "", {"type": "object", "properties": properties, "required": ["rows"]})
+    assert spec.wrong({"rows": [{"count": 1}], "mode": "add"}) is None
+    assert spec.wrong({"rows": [{"count": 1}, {"count": 2.0}]}) == "rows[1].count must be an integer"
+    assert spec.wrong({"rows": [{"count": 0}]}) == "rows[0].count must satisfy minimum 1"
+    assert spec.wrong({"rows": [{}]}) == "rows[0] must satisfy required ['count']"
+    assert spec.wrong({"rows": [], "mode": "drop"}) == "mode must satisfy enum ['add', 'set']"
+
+
+@pytest.mark.parametrize("answer", ["42", 4.5, None, True, {"rows": [1, {"a": []}]}, nested(32)])
+def test_any_json_value_is_an_answer(root: Path, answer: object) -> None:
+    assert run(root, "submit_answer", answer=answer) == (True, "submitted")
+
+
+def test_an_unknown_toolset_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(EnvdError, match="no toolset 'fly': use one of default, files, answer"):
+        toolset_named("fly")
+
+
+def test_a_sandbox_offers_its_toolset_alone_and_so_do_its_copies(namespaces: Harness) -> None:
+    calls = [
+        ToolCall("list", {}),
+        ToolCall("exec", {"command": "true"}),
+        ToolCall("submit_answer", {"answer": {"rows": [[1, None], []]}}),
+        ToolCall("submit_answer", {"answer": nested(5000)}),
+        ToolCall("submit_answer", {}),
+    ]
+    absent, deep = "error: no such tool: ", "error: submit_answer: answer is nested more than 32 levels deep"
+    said = {
+        "": ["a.py", "exit 0", *[absent + "submit_answer"] * 3],
+        "files": ["a.py", absent + "exec", *[absent + "submit_answer"] * 3],
+        "answer": ["a.py", "exit 0", "submitted", deep, "error: submit_answer: missing argument: answer"],
+    }
+
+    async def job() -> None:
+        async with OperationsClient(namespaces.address) as client:
+            template = await client.put_template({"a.py": b"x = 1\n"})
+            for toolset, expected in said.items():
+                async with await client.create(template, toolset=toolset) as sandbox:
+                    copies = [sandbox]
+                    if toolset == "files":
+                        copies += [await sandbox.fork(), await client.restore((await sandbox.snapshot())[0])]
+                    for copy in copies:
+                        assert [result.text for result in await copy.batch(calls)] == expected
+                        await copy.close()
+                reply = await client.ask("operations.Schemas", pb.SchemasRequest(toolset=toolset))
+                shown = [tool["function"]["name"] for tool in json.loads(reply.tools_json)]
+                assert shown == list(toolset_named(toolset).tools)
+            with pytest.raises(EnvdError, match="no toolset 'fly'"):
+                await client.create(template, toolset="fly")
+
+    asyncio.run(job())

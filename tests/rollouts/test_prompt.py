@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 from rollouts_script import one_file_task
@@ -22,6 +23,14 @@ def test_tools_are_listed_as_qwen3s_template_lists_them() -> None:
     assert list(tools) == ["read", "write", "edit", "list", "search", "exec"]
     assert tools["exec"]["type"] == "function"
     assert tools["exec"]["function"]["parameters"]["required"] == ["command"]
+
+
+def test_the_list_follows_the_tasks_toolset() -> None:
+    config = RolloutConfig(tool_prompt=True)
+    (_, system), _ = first_messages(config, dataclasses.replace(one_file_task(0), toolset="answer"))
+    assert '"name": "submit_answer"' in system and '"name": "lint"' not in system
+    (_, system), _ = first_messages(config, dataclasses.replace(one_file_task(0), toolset="files"))
+    assert '"name": "exec"' not in system
 
 
 def test_prompt_contains_only_configured_messages() -> None:

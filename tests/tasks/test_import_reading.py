@@ -19,6 +19,7 @@ from curation.tasks.importing.reading import Reading
 from curation.tasks.importing.splits import deal, parse_shares
 from curation.tasks.importing.suite import read_source
 from curation.tasks.importing.trees import patched_tree, tree_patch
+from curation.tasks.inspect import task_text
 
 
 def test_a_folder_hides_its_hidden_files_its_reference_and_its_task_file(tmp_path: Path) -> None:
@@ -40,6 +41,15 @@ def test_deliverables_are_read_from_both_formats_by_either_key(tmp_path: Path, c
     rows = rows_file(tmp_path / "rows.jsonl", [row(clones[1], artifacts=["src/", "*.md"])])
     for reading in (read_source(tmp_path), read_source(rows, clones[0])):
         assert [task.deliverables for task in reading.tasks] == [("src/", "*.md")]
+
+
+@pytest.mark.parametrize(("named", "stored"), [("files", "files"), ("default", "")])
+def test_a_task_file_names_the_toolset(named: str, stored: str, tmp_path: Path) -> None:
+    about = f"instruction: x\ntests: [{ADD!r}]\nreference: fix.patch\ntoolset: {named}\n"
+    folder_task(tmp_path / "adds", about)
+    (task,) = read_source(tmp_path).tasks
+    assert task.toolset == stored
+    assert (f"--- toolset: {named}" in task_text(task)) == bool(stored)
 
 
 def test_fixed_files_are_as_good_a_reference_as_a_patch(tmp_path: Path) -> None:
@@ -148,6 +158,10 @@ FOLDERS = {
     "no hidden": (
         {"about": f"instruction: x\ntests: [{ADD!r}]\nhidden: [gone]\nreference: fix.patch\n"},
         "its hidden gone is not there",
+    ),
+    "unknown toolset": (
+        {"about": f"instruction: x\ntests: [{ADD!r}]\nreference: fix.patch\ntoolset: fly\n"},
+        "wrong at toolset: Value error, no toolset 'fly': use one of default, files, answer",
     ),
     "stale patch": ({"src/pack/calc.py": "pass\n"}, "its reference fix.patch does not apply"),
 }

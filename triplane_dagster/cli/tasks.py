@@ -132,6 +132,7 @@ def show(
             "reference_diff": found.reference_diff.decode(errors="replace"),
             "meta": found.meta,
             **({"artifacts": list(found.deliverables)} if found.deliverables else {}),
+            **({"toolset": found.toolset} if found.toolset else {}),
             "digest": found.digest,
             "image_digest": found.files_digest,
         }

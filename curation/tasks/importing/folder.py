@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
 import yaml
-from pydantic import Field, ValidationError
+from pydantic import AfterValidator, Field, ValidationError
 
 from contracts.artifacts import Frozen
 from curation.errors import TaskError
@@ -13,8 +14,22 @@ from curation.tasks.importing.reading import DELIVERABLES, Reading, Source, chec
 from curation.tasks.importing.splits import ImportedSplit
 from curation.tasks.importing.trees import Tree, folder_tree, patched_tree, tree_patch
 from curation.tasks.validate import BrokenTask
+from envd.client import EnvdError
+from envd.tools import DEFAULT_TOOLSET, toolset_named
 
 TASK_FILE = "task.yaml"
+
+
+def _known_toolset(name: str) -> str:
+    """The name of a toolset. Raises ValueError with the known ones."""
+    try:
+        toolset_named(name)
+    except EnvdError as error:
+        raise ValueError(str(error)) from None
+    return "" if name == DEFAULT_TOOLSET else name
+
+
+Toolset = Annotated[str, AfterValidator(_known_toolset)]
 
 
 class TaskFile(Frozen):
@@ -32,6 +47,8 @@ class TaskFile(Frozen):
     """A patch file, or a directory with the fixed files under their paths. The agent gets neither."""
     deliverables: tuple[str, ...] = Field(default=(), validation_alias=DELIVERABLES)
     """Patterns, as in `.gitignore`, of the files that count as the agent's work; empty: all changed files."""
+    toolset: Toolset = ""
+    """Name of the tools that the agent has; default: the default ones."""
     family: str | None = None
     """Groups tasks in reports; default: the folder's name."""
     split: ImportedSplit | None = None
@@ -104,6 +121,7 @@ def _source(place: Path, about: TaskFile, family: str) -> Source:
         reference=patch,
         meta={"fail_to_pass": []},
         deliverables=about.deliverables,
+        toolset=about.toolset,
     )
 
 

@@ -62,6 +62,8 @@ class Source:
     deliverables: tuple[str, ...] = ()
     """Patterns of the files that count as the agent's work; empty: all."""
     environment: Environment = field(default_factory=Environment)
+    toolset: str = ""
+    """Name of the agent's tools; empty: the default ones."""
 
 
 def task_of(source: Source) -> Task:
@@ -93,6 +95,7 @@ def task_of(source: Source) -> Task:
         meta={**source.meta, "path": _subject(files, changed)},
         deliverables=source.deliverables,
         environment=source.environment,
+        toolset=source.toolset,
     )
 
 

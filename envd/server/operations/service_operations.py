@@ -18,14 +18,13 @@ from envd.server.operations.migration import Migration
 from envd.server.operations.states import States
 from envd.server.sandboxes import Sandboxes
 from envd.server.service_sandboxes import created, diff_of, state_of
-from envd.tools import ALL_TOOLS
+from envd.tools import toolset_named
 
 VERSION = "2"
 MAX_BATCH = 1000
 _STATES_A_TURN = 32
 _AT_ONCE = 8
 """Maximum number of concurrent creations of one batch, so that other calls are served meanwhile."""
-_SCHEMAS = json.dumps([spec.json_schema() for spec in ALL_TOOLS.values()])
 
 
 class OperationsService(Service, rpc.OperationsServicer):
@@ -51,8 +50,9 @@ class OperationsService(Service, rpc.OperationsServicer):
 
     @unary
     async def Schemas(self, request: pb.SchemasRequest, context: Context) -> pb.SchemasReply:
-        """JSON schemas of the tools, in the form that chat templates take."""
-        return pb.SchemasReply(tools_json=_SCHEMAS)
+        """JSON schemas of a toolset's tools, in the form that chat templates take."""
+        tools = toolset_named(request.toolset).tools.values()
+        return pb.SchemasReply(tools_json=json.dumps([spec.json_schema() for spec in tools]))
 
     @unary
     async def CreateBatch(self, request: pb.CreateBatchRequest, context: Context) -> pb.CreateBatchReply:

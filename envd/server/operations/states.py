@@ -153,6 +153,7 @@ class States:
             labels=live.labels,
             policy_yaml=live.rules_yaml,
             runtime=live.spec.runtime,
+            toolset=live.toolset,
         )
 
     async def save(self, live: Live, into: Path) -> tuple[str, ...]:
@@ -203,7 +204,9 @@ def wanted_of(live: Live) -> Wanted:
     """Create request for a copy of a sandbox."""
     spec = live.spec
     return Wanted(
-        *(spec.template, asdict(spec.limits), spec.env, live.labels, live.backend.name, live.rules_yaml, spec.runtime)
+        *(spec.template, asdict(spec.limits), spec.env, live.labels, live.backend.name, live.rules_yaml),
+        runtime=spec.runtime,
+        toolset=live.toolset,
     )
 
 
