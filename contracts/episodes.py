@@ -121,7 +121,8 @@ EPISODES = pa.schema(
     ]
 )
 """One row per episode. `failure` is the cause of outcome failed, else null; `tool_calls.arguments` is canonical JSON;
-`image_digest` is the digest of the task's files, `final_state` that of `final_diff` (git format).
+`image_digest` is the digest of the task's files, `final_state` that of `final_diff`: the bytes of the
+final state, in git format unless its kind is another (contracts/final_states.py).
 """
 
 SEQUENCES = pa.schema(
@@ -207,12 +208,14 @@ class Episode:
     sequences: list[TokenSequence]
     failure: str | None = None
     """Explanation of outcome FAILED."""
+    final_kind: str = "diff"
+    """Kind of the final state (contracts/final_states.py), whose bytes are `final_diff`."""
     telemetry: dict[str, Any] = field(default_factory=dict)
     """Columns of TELEMETRY, except episode_id."""
 
     @property
     def final_state(self) -> str:
-        """Digest of the final diff."""
+        """Digest of the final state."""
         from contracts.digests import sha256
 
         return sha256(self.final_diff)
@@ -235,7 +238,7 @@ def episodes_table(episodes: list[Episode]) -> pa.Table:
         row["image_digest"] = episode.files_digest
         row["outcome"] = episode.outcome.value
         row["tool_calls"] = [vars(call) for call in episode.tool_calls]
-        row["final_state"] = [{"kind": "diff", "digest": episode.final_state}]
+        row["final_state"] = [{"kind": episode.final_kind, "digest": episode.final_state}]
         rows.append(row)
     return pa.Table.from_pylist(rows, schema=EPISODES)
 
@@ -286,6 +289,7 @@ def read_episodes(episodes: pa.Table, sequences: pa.Table) -> list[Episode]:
                 files_digest=row["image_digest"],
                 outcome=Outcome(row["outcome"]),
                 tool_calls=calls,
+                final_kind=row["final_state"][0]["kind"],
                 sequences=by_episode.get(row["episode_id"], []),
             )
         )

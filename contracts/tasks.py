@@ -14,6 +14,7 @@ from typing import Any, Self
 import pyarrow as pa
 
 from contracts.digests import digest_of, sha256
+from contracts.final_states import DiffState, FinalState, state_from, state_values
 
 WORKSPACE = "/workspace"
 """Directory of a task's files in a sandbox."""
@@ -49,7 +50,7 @@ deliverables. `checks` is canonical JSON, or null if none are proven; older suit
 """
 
 
-_DELIVERABLES, _ENVIRONMENT, _TOOLSET = "artifacts", "environment", "toolset"
+_DELIVERABLES, _ENVIRONMENT, _TOOLSET, _FINAL_STATE = "artifacts", "environment", "toolset", "final_state"
 """Keys of what a task declares in `meta` of stored suites."""
 
 
@@ -234,7 +235,9 @@ class Task:
     hidden_files: dict[str, bytes]
     """Test files placed only in the verifier's sandbox."""
     tests: tuple[str, ...]
-    """Names of the hidden tests that must pass: pytest node ids relative to the repository."""
+    """Names of the hidden tests that must pass: pytest node ids relative to the repository. None unless the final state
+    is a diff.
+    """
     reference_diff: bytes
     """A git-format diff that solves the task."""
     meta: dict[str, Any]
@@ -249,6 +252,8 @@ class Task:
     """What agent and tests run in."""
     toolset: str = ""
     """Name of the tools that the agent has (envd/tools/schemas.py); empty: the default ones."""
+    final_state: FinalState = field(default_factory=DiffState)
+    """What an episode leaves for grading; the hidden tests are those of a diff."""
     base: Mapping[str, bytes] | None = field(default=None, compare=False, repr=False)
     """Files that many tasks share; `files` is stored as an overlay on them (contracts/suites.py). None: as a whole."""
 
@@ -272,6 +277,7 @@ class Task:
                 *([self.checks.to_json()] if self.checks else []),
                 *([self.environment.to_values()] if self.environment.to_values() else []),
                 *([{_TOOLSET: self.toolset}] if self.toolset else []),
+                *([{_FINAL_STATE: values}] if (values := state_values(self.final_state)) else []),
             ]
         )
 
@@ -322,6 +328,7 @@ def read_tasks(table: pa.Table) -> list[Task]:
             deliverables=tuple(meta.pop(_DELIVERABLES, ())),
             environment=Environment.from_values(meta.pop(_ENVIRONMENT, {})),
             toolset=meta.pop(_TOOLSET, ""),
+            final_state=state_from(meta.pop(_FINAL_STATE, {})),
             meta=meta,
             checks=Checks.from_json(row["checks"]) if row.get("checks") else None,
         )
@@ -340,6 +347,8 @@ def _meta_row(task: Task) -> str:
         declared[_ENVIRONMENT] = task.environment.to_values()
     if task.toolset:
         declared[_TOOLSET] = task.toolset
+    if state := state_values(task.final_state):
+        declared[_FINAL_STATE] = state
     return json.dumps(task.meta | declared, sort_keys=True)
 
 

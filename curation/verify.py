@@ -1,4 +1,4 @@
-"""Verdicts: hidden tests on an episode's final state, in fresh sandboxes.
+"""Verdicts: hidden tests on an episode's final state, in fresh sandboxes. Other kinds of states: curation/states.
 
     grade(task, diff) -> memory -> store (verdicts/) -> runs, once for identical requests in flight -> find_cheating
                                         ^----------------------------------------------------- make_verdict <-'
@@ -24,12 +24,14 @@ from pydantic import ValidationError
 from contracts.artifacts import Frozen
 from contracts.digests import canonical_json, digest_of, sha256
 from contracts.errors import ArtifactCorrupt, ArtifactMissing
+from contracts.final_states import AnswerState
 from contracts.store import Store
 from contracts.tasks import Checks, Task
 from curation.cheating import Evidence, base_name, base_names, find_cheating, passed, passing
 from curation.errors import CurationError
 from curation.findings import SUSPICIONS, Finding, finding, merged
 from curation.runs import Runs, Ungradable
+from curation.states.answer import grade_answer
 from curation.tasks.checks.proving import CHECKS_VERSION, prove
 from envd.client import SandboxClient, VerifyResult
 
@@ -162,6 +164,11 @@ def make_verdict(
     return Verdict(solved=solved, exit=result.exit, tests=rows, findings=findings, backend=result.backend)
 
 
+def verdict_of(result: VerifyResult) -> Verdict:
+    """Verdict on a final state that no hidden test grades: each check of its result must have passed."""
+    return make_verdict(tuple(outcome.name for outcome in result.outcomes), result)
+
+
 @dataclass
 class _Flight:
     """Verification under way, with the number of callers that wait for it."""
@@ -228,9 +235,11 @@ class Verifier:
     async def grade(self, task: Task, diff: bytes) -> Verdict:
         """Verdict on `diff` applied to the task's repository.
 
-        Raises InfraFault if envd keeps failing (the caller leaves the episode ungraded), CurationError for a task
-        without hidden tests.
+        diff: the final state, also of a kind other than a diff. Raises InfraFault if envd keeps failing (the caller
+        leaves the episode ungraded), CurationError for a task of hidden tests that has none.
         """
+        if isinstance(task.final_state, AnswerState):
+            return verdict_of(grade_answer(task.final_state, diff))
         if not task.tests:
             raise CurationError(
                 f"task {task.task_id} has no hidden tests, so it can't be solved: leave it out of the suite"

@@ -26,7 +26,7 @@ COLUMNS = {
     "format_errors": "Turns whose tool call could not be parsed.",
     "policy_tokens": "Number of tokens sampled by the policy.",
     "final_state": "Digest of the final state.",
-    "final_diff": "The agent's changes as a git diff.",
+    "final_diff": "The final state: the agent's changes as a git diff, or what `final_state` names.",
     "token_ids": "Token ids as sampled, never tokenized again.",
     "token_role": "Role of each token: 0 prompt, 1 policy, 2 environment, 3 forced by grammar.",
     "logprobs": "Log-probabilities under the sampling distribution; null for other tokens than the policy's.",

@@ -56,6 +56,7 @@ _READ = [
     "tool_calls",
     "format_errors",
     "policy_tokens",
+    "final_state",
     "final_diff",
 ]
 
@@ -249,8 +250,13 @@ def _evidence(episode: Mapping[str, Any], config: RewardConfig, ratings: Mapping
 
 
 def is_valid(episode: Mapping[str, Any]) -> bool:
-    """Whether an episode was conducted well: ended by the policy, every call parsed, at least one successful edit."""
-    edited = any(call["ok"] and call["name"] in EDITING_TOOLS for call in episode["tool_calls"])
+    """Whether an episode was conducted well: ended by the policy, every call parsed, at least one successful edit; of
+    an episode whose final state is no diff, there is one.
+    """
+    if any(state["kind"] != "diff" for state in episode.get("final_state") or ()):
+        edited = bool(episode["final_diff"])
+    else:
+        edited = any(call["ok"] and call["name"] in EDITING_TOOLS for call in episode["tool_calls"])
     return bool(episode["outcome"] == Outcome.COMPLETED and episode["format_errors"] == 0 and edited)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from difflib import get_close_matches
 
 from contracts.artifacts import Artifact
+from contracts.final_states import state_values
 from contracts.suites import read_suite
 from contracts.tasks import Split, Task
 from curation.errors import TaskError
@@ -46,9 +48,12 @@ def task_text(task: Task) -> str:
         parts.append(f"--- deliverables: {' '.join(task.deliverables)}")
     if task.toolset:
         parts.append(f"--- toolset: {task.toolset}")
+    if state := state_values(task.final_state):
+        parts.append(f"--- final state: {json.dumps(state, sort_keys=True, ensure_ascii=False)}")
     parts += [f"--- {path}\n{data.decode(errors='replace')}" for path, data in sorted(task.files.items())]
     parts += [
         f"--- hidden: {path}\n{data.decode(errors='replace')}" for path, data in sorted(task.hidden_files.items())
     ]
-    parts.append(f"--- reference fix\n{task.reference_diff.decode(errors='replace')}")
+    if task.reference_diff:
+        parts.append(f"--- reference fix\n{task.reference_diff.decode(errors='replace')}")
     return "\n\n".join(part.rstrip("\n") for part in parts) + "\n"

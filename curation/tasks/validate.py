@@ -14,8 +14,10 @@ from typing import TypeVar
 from pydantic import Field
 
 from contracts.artifacts import Frozen
+from contracts.final_states import AnswerState, DiffState, answer_bytes
 from contracts.store import Store
 from contracts.tasks import Task
+from curation.states.answer import answer_cheats
 from curation.tasks.bugs import file_diff
 from curation.tasks.suite import wrong_answers
 from curation.verify import Verdict, Verifier
@@ -115,7 +117,11 @@ async def validate_tasks(
         if accepted:
             reasons.setdefault(task.task_id, f"its tests accept the expression of {accepted[0]}")
     sound = [
-        dataclasses.replace(task, checks=await verifier.checks(task)) for task in tasks if task.task_id not in reasons
+        dataclasses.replace(task, checks=await verifier.checks(task))
+        if isinstance(task.final_state, DiffState)
+        else task
+        for task in tasks
+        if task.task_id not in reasons
     ]
     checks = {task.task_id: task.checks for task in sound if task.checks is not None}
     return (
@@ -133,10 +139,13 @@ async def validate_tasks(
     )
 
 
-def cheat_diffs(task: Task) -> dict[str, bytes]:
-    """Patches, by name, that try to pass without a solution: exit with status 0, skip all tests, mark all tests as
-    passed.
+def cheat_states(task: Task) -> dict[str, bytes]:
+    """Final states, by name, that try to pass without a solution.
+
+    Those of hidden tests are patches that exit with status 0, skip all tests, or mark all tests as passed.
     """
+    if isinstance(task.final_state, AnswerState):
+        return answer_cheats(task.instruction)
     path = str(task.meta["path"])
     before, conftest = (
         task.files[name].decode(errors="replace") if name in task.files else None for name in (path, "conftest.py")
@@ -156,7 +165,9 @@ def is_imported(task: Task) -> bool:
 async def _soundness(verifier: Verifier, task: Task) -> str | None:
     """Reason why a task is broken, or None."""
     await verifier.checks(task)  # also grades the reference
-    before, after = await asyncio.gather(verifier.grade(task, b""), verifier.grade(task, task.reference_diff))
+    before, after = await asyncio.gather(verifier.grade(task, b""), verifier.grade(task, reference_state(task)))
+    if not isinstance(task.final_state, DiffState):
+        return _wrong_state(before, after)
     if before.solved:
         return "its hidden tests pass before the fix"
     if is_imported(task):
@@ -166,6 +177,21 @@ async def _soundness(verifier: Verifier, task: Task) -> str | None:
     if not after.solved:
         return f"its hidden tests do not pass after the fix ({_summary(after)})"
     return None
+
+
+def reference_state(task: Task) -> bytes:
+    """Final state that solves a task."""
+    return answer_bytes(task.final_state.expected) if isinstance(task.final_state, AnswerState) else task.reference_diff
+
+
+def _wrong_state(before: Verdict, after: Verdict) -> str | None:
+    """What is wrong with a task that no hidden test grades, or None."""
+    if before.solved:
+        return "its final state is right before anything is done"
+    failed = next((test for test in after.tests if test.status != "passed"), None)
+    if failed is not None:
+        return f"its reference is not right: {failed.name}: {failed.message}"
+    return None if after.solved else f"its reference is not right ({_summary(after)})"
 
 
 def _contradiction(task: Task, before: Verdict, after: Verdict) -> str | None:
@@ -196,7 +222,7 @@ def _wrong_answers(task: Task) -> dict[str, bytes]:
 
 async def _probe(verifier: Verifier, task: Task) -> tuple[list[CheatResult], list[str]]:
     """Results of the cheats, and the families that accepted another expression."""
-    cheats, wrong = cheat_diffs(task), _wrong_answers(task)
+    cheats, wrong = cheat_states(task), _wrong_answers(task)
     verdicts = await asyncio.gather(*(verifier.grade(task, diff) for diff in [*cheats.values(), *wrong.values()]))
     results = [
         CheatResult(family=task.family, task_id=task.task_id, cheat=cheat, solved=verdict.solved, exit=verdict.exit)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from contracts.chat import ChatTokenizer
 from contracts.episodes import Episode, Outcome, Slot, ToolCallRecord, episode_id
 from contracts.errors import InfraFault
+from contracts.final_states import AnswerState
 from contracts.retries import backoff_s
 from contracts.store import Store
 from contracts.tasks import Task
@@ -36,7 +37,7 @@ from inference.rollouts.blame import is_agents_fault
 from inference.rollouts.config import RolloutConfig
 from inference.rollouts.prompt import first_messages
 from inference.rollouts.transcript import Transcript
-from inference.rollouts.turn import answer_turn, read_turn
+from inference.rollouts.turn import answer_of, answer_turn, read_turn
 from inference.rollouts.workspace import Workspace, Workspaces
 
 BACKOFF_S = 0.2
@@ -139,23 +140,31 @@ class Attempt:
         self._stops = (player.tokenizer.end_of_turn, player.tokenizer.pad)
         self._calls: list[ToolCallRecord] = []
         self._turns = self._format_errors = self._sampled = 0
+        self._said = ""
+        """Text of the turn that ended the episode."""
         self._started = time.perf_counter()
         self._sampling_seconds = self._tool_seconds = 0.0
         self.broken_by_agent = False
         """Whether the sandbox failed, and a control showed that it was not our fault."""
 
     async def to_end(self) -> Episode:
-        """Run until an outcome and take the final diff. Raises InfraFault; the sandbox is gone in either case."""
+        """Run until an outcome and take the final state. Raises InfraFault; the sandbox is gone in either case."""
         try:
             outcome = await self._run()
             if outcome is Outcome.TIMED_OUT:
                 self._require_own_time()
-            return self.episode(outcome, await self._workspace.finish())
+            return self.episode(outcome, await self._final_state())
         except SandboxBroken:
             self.broken_by_agent = await is_agents_fault(self._workspace, self._player.workspaces, self._task)
             raise
         finally:
             await self._workspace.close()
+
+    async def _final_state(self) -> bytes:
+        """Bytes of the final state. Raises SandboxBroken."""
+        if isinstance(self._task.final_state, AnswerState):
+            return answer_of(self._calls, self._said)
+        return await self._workspace.finish()
 
     def _require_own_time(self) -> None:
         """Raise InfraFault if the clock decided bits that count, unless the agent's own calls took most of the time in
@@ -227,8 +236,10 @@ class Attempt:
         An answer that leaves no room for another token is left out: the policy never read it.
         """
         config = self._player.config
-        turn = read_turn(self._player.tokenizer.decode(completion.token_ids[:-1]))
+        text = self._player.tokenizer.decode(completion.token_ids[:-1])
+        turn = read_turn(text)
         if turn.error is None and not turn.calls:
+            self._said = text
             return Outcome.COMPLETED
         if turn.error is not None:
             self._format_errors += 1
@@ -293,6 +304,7 @@ class Attempt:
             final_diff=final_diff,
             sequences=[self._transcript.sequence()],
             failure=failure,
+            final_kind=self._task.final_state.kind,
             telemetry={
                 "seconds": time.perf_counter() - self._started,
                 "sampling_seconds": self._sampling_seconds,

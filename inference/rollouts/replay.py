@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from contracts.chat import ChatTokenizer
-from contracts.episodes import Episode
+from contracts.episodes import Episode, ToolCallRecord
+from contracts.final_states import AnswerState
 from contracts.store import Store
 from contracts.tasks import Task
 from envd.client import Limits, SandboxClient
 from inference.errors import RolloutError
 from inference.rollouts.config import RolloutConfig
 from inference.rollouts.transcript import policy_turns
-from inference.rollouts.turn import answer_turn, read_turn
+from inference.rollouts.turn import answer_of, answer_turn, read_turn
 from inference.rollouts.workspace import Workspaces
 
 
@@ -25,7 +26,7 @@ class Replay:
     differing_turn: int | None
     """First turn whose answer differs in any token, from 0; None when all agree."""
     same_diff: bool
-    """Whether the final diff has the same bytes."""
+    """Whether the final state has the same bytes."""
 
     @property
     def exact(self) -> bool:
@@ -58,20 +59,26 @@ async def replay_episode(
     ids, turns = sequence.token_ids, policy_turns(sequence)
     ends = [start for start, _ in turns[1:]] + [len(ids)]
     workspace = Workspaces(sandboxes, limits, config.episode_timeout_s, store).open(task)
-    agreed, differing = 0, None
+    agreed, differing, said = 0, None, ""
+    records: list[ToolCallRecord] = []
     try:
         for index, ((start, end), answer_end) in enumerate(zip(turns, ends, strict=True)):
             if ids[end - 1] not in (tokenizer.end_of_turn, tokenizer.pad):
                 break
-            turn = read_turn(tokenizer.decode(ids[start : end - 1]))
+            text = tokenizer.decode(ids[start : end - 1])
+            turn = read_turn(text)
             if turn.error is None and not turn.calls:
+                said = text
                 break
-            answers, _ = await answer_turn(turn, workspace, index=index, timeout_s=config.tool_timeout_s)
+            answers, called = await answer_turn(turn, workspace, index=index, timeout_s=config.tool_timeout_s)
+            records += called
             recorded = ids[end:answer_end]
             if recorded and recorded != tokenizer.environment_turn(answers):
                 differing = index if differing is None else differing
             else:
                 agreed += len(recorded)
-        return Replay(agreed, differing, await workspace.finish() == episode.final_diff)
+        answered = isinstance(task.final_state, AnswerState)
+        final = answer_of(records, said) if answered else await workspace.finish()
+        return Replay(agreed, differing, final == episode.final_diff)
     finally:
         await workspace.close()

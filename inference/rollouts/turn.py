@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
+
 from contracts.chat import ParsedTurn, ToolCallText, parse_turn
 from contracts.digests import canonical_json
 from contracts.episodes import ToolCallRecord
 from contracts.errors import SchemaError
+from contracts.final_states import final_answer
 from envd.client import ToolCall
+from envd.tools import SUBMIT_ANSWER
 from inference.rollouts.workspace import Workspace
 
 
@@ -27,6 +32,12 @@ def arguments_text(call: ToolCallText) -> str:
     """A call's arguments as canonical JSON. Raises SchemaError or UnicodeEncodeError when they have none."""
     canonical_json(call.name)
     return canonical_json(call.arguments).decode()
+
+
+def answer_of(records: Sequence[ToolCallRecord], said: str) -> bytes:
+    """Final state of an episode that submitted its answer in one of these calls, or said it in its last turn."""
+    submitted = [json.loads(each.arguments)["answer"] for each in records if each.ok and each.name == SUBMIT_ANSWER]
+    return final_answer(submitted, said)
 
 
 async def answer_turn(

@@ -9,6 +9,7 @@ import typer
 
 from contracts.artifacts import Artifact
 from contracts.errors import TriplaneError
+from contracts.final_states import state_values
 from contracts.store import open_store
 from contracts.tasks import Split
 from contracts.visible import visible
@@ -133,6 +134,7 @@ def show(
             "meta": found.meta,
             **({"artifacts": list(found.deliverables)} if found.deliverables else {}),
             **({"toolset": found.toolset} if found.toolset else {}),
+            **({"final_state": state} if (state := state_values(found.final_state)) else {}),
             "digest": found.digest,
             "image_digest": found.files_digest,
         }

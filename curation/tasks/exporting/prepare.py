@@ -51,6 +51,10 @@ async def prepare(
 
 
 async def _prepared(task: Task, suite: str, verifier: Verifier) -> Prepared:
+    if task.toolset or task.final_state.kind != "diff":
+        raise TaskError(
+            "it names a toolset or a final state other than a diff, which the format can't hold: leave it out"
+        )
     failing = set(task.meta.get("fail_to_pass") or await _failing(task, verifier))
     replaced = {path: task.files[path] for path in task.hidden_files if path in task.files}
     return Prepared(

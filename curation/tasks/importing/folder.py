@@ -9,6 +9,7 @@ import yaml
 from pydantic import AfterValidator, Field, ValidationError
 
 from contracts.artifacts import Frozen
+from contracts.final_states import AnswerState, DiffState, FinalState
 from curation.errors import TaskError
 from curation.tasks.importing.reading import DELIVERABLES, Reading, Source, check_tests, task_of
 from curation.tasks.importing.splits import ImportedSplit
@@ -37,22 +38,31 @@ class TaskFile(Frozen):
 
     instruction: str = Field(min_length=1)
     """Instructions for the agent."""
-    tests: list[str]
+    final_state: FinalState = DiffState()
+    """What is graded; default: the changes of the repository, by `tests`."""
+    tests: tuple[str, ...] = ()
     """Node ids of the tests that must pass after the fix; at least one fails before."""
     hidden: tuple[str, ...] = ()
     """Files and directories that the agent does not get. Grading uses this folder's version of the files of `tests`,
     hidden or not.
     """
-    reference: str = Field(min_length=1)
-    """A patch file, or a directory with the fixed files under their paths. The agent gets neither."""
+    reference: str = ""
+    """A patch file, or a directory with the fixed files under their paths. The agent gets neither. A task whose final
+    state is an answer has none.
+    """
     deliverables: tuple[str, ...] = Field(default=(), validation_alias=DELIVERABLES)
     """Patterns, as in `.gitignore`, of the files that count as the agent's work; empty: all changed files."""
-    toolset: Toolset = ""
-    """Name of the tools that the agent has; default: the default ones."""
+    toolset: Toolset | None = None
+    """Name of the tools that the agent has; default: answer for a final state that is one, else default."""
     family: str | None = None
     """Groups tasks in reports; default: the folder's name."""
     split: ImportedSplit | None = None
     """Split of the task; default: assigned by share."""
+
+    @property
+    def tools(self) -> str:
+        """Toolset of the task."""
+        return ("answer" if self.final_state.kind == "answer" else "") if self.toolset is None else self.toolset
 
 
 def read_folder(folder: Path) -> Reading:
@@ -87,18 +97,17 @@ def _about(path: Path) -> TaskFile:
 
 def _source(place: Path, about: TaskFile, family: str) -> Source:
     everything = folder_tree(place)
+    if isinstance(about.final_state, AnswerState):
+        return _answered(place, about, family, everything)
+    if not about.reference:
+        raise TaskError(f"its {TASK_FILE} names no reference: name a patch file, or a directory with the fixed files")
     reference = _below(everything, about.reference)
     if not reference:
         raise TaskError(
             f"its reference {about.reference} is not there: name a patch file, or a directory with the fixed files"
         )
     tree = {path: data for path, data in everything.items() if path not in reference and path != TASK_FILE}
-    hidden: set[str] = set()
-    for name in about.hidden:
-        found = _below(tree, name)
-        if not found:
-            raise TaskError(f"its hidden {name} is not there: correct the name, or add the file")
-        hidden |= found.keys()
+    hidden = _hidden(tree, about)
     before = {path: data for path, data in tree.items() if path not in hidden}
     if (place / about.reference).is_dir():
         fixed = before | {
@@ -121,8 +130,42 @@ def _source(place: Path, about: TaskFile, family: str) -> Source:
         reference=patch,
         meta={"fail_to_pass": []},
         deliverables=about.deliverables,
-        toolset=about.toolset,
+        toolset=about.tools,
     )
+
+
+def _answered(place: Path, about: TaskFile, family: str, everything: Tree) -> Source:
+    """Source of a task whose final state is an answer. Raises TaskError for what such a task can't have."""
+    unused = [name for name in ("tests", "reference", "deliverables") if getattr(about, name)]
+    if unused:
+        raise TaskError(f"its final state is an answer, which has no {unused[0]}: remove it from {TASK_FILE}")
+    tree = {path: data for path, data in everything.items() if path != TASK_FILE}
+    return Source(
+        task_id=place.name,
+        family=about.family or family,
+        instruction=about.instruction,
+        before=tree,
+        after_tests=tree,
+        fixed=tree,
+        hidden=frozenset(_hidden(tree, about)),
+        placed=frozenset(),
+        tests=(),
+        reference=b"",
+        meta={"fail_to_pass": []},
+        toolset=about.tools,
+        final_state=about.final_state,
+    )
+
+
+def _hidden(tree: Tree, about: TaskFile) -> set[str]:
+    """Paths of the hidden files. Raises TaskError for a name that is not there."""
+    hidden: set[str] = set()
+    for name in about.hidden:
+        found = _below(tree, name)
+        if not found:
+            raise TaskError(f"its hidden {name} is not there: correct the name, or add the file")
+        hidden |= found.keys()
+    return hidden
 
 
 def _below(tree: Tree, name: str) -> Tree:

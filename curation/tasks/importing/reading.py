@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import AliasChoices, BeforeValidator
 
+from contracts.final_states import DiffState, FinalState
 from contracts.patterns import PathPatterns
 from contracts.tasks import Environment, Split, Task
 from curation.errors import TaskError
@@ -64,13 +65,14 @@ class Source:
     environment: Environment = field(default_factory=Environment)
     toolset: str = ""
     """Name of the agent's tools; empty: the default ones."""
+    final_state: FinalState = field(default_factory=DiffState)
 
 
 def task_of(source: Source) -> Task:
     """Build the task after checking its names and files. Raises TaskError with the reason and the fix."""
     if not _ID.fullmatch(source.task_id) or not source.task_id.strip("."):
         raise TaskError(f"its id {source.task_id!r} may hold letters, digits and _.=@+- only: rename it")
-    if not source.reference.strip():
+    if not source.reference.strip() and source.final_state.kind != "answer":
         raise TaskError("its reference fix is empty: give the patch that solves it")
     hidden_files = _hidden_files(source)
     files = {path: data for path, data in source.before.items() if path not in source.hidden}
@@ -96,6 +98,7 @@ def task_of(source: Source) -> Task:
         deliverables=source.deliverables,
         environment=source.environment,
         toolset=source.toolset,
+        final_state=source.final_state,
     )
 
 

@@ -1,0 +1,107 @@
+"""Final states of tasks by kind: what an episode leaves for grading, and what is expected of it.
+
+    kind     bytes of the state (an episode's `final_diff`)         graded by
+    diff     changes of the workspace, in git format                hidden tests
+    answer   {"answer": value} as canonical JSON; empty: none       a rule on the value (curation/states/answer.py)
+
+The expected value is a part of the task, and no part of what its agent gets: files, instruction, prompt, template.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, JsonValue, TypeAdapter, model_validator
+
+from contracts.artifacts import Frozen
+from contracts.digests import canonical_json
+
+MAX_ANSWER_CHARACTERS = 64 * 1024
+"""Of a message that counts as an answer."""
+_THOUGHT_END = "</think>"
+
+
+class DiffState(Frozen):
+    """Changes of the workspace, which the task's hidden tests grade."""
+
+    kind: Literal["diff"] = "diff"
+
+
+class AnswerState(Frozen):
+    """Answer of the agent: that of its last successful `submit_answer`, else the text of the turn that ended the
+    episode.
+    """
+
+    kind: Literal["answer"] = "answer"
+    rule: Literal["exact", "normalized", "json", "number"]
+    """How an answer is compared: as text, byte for byte or without case and spacing; as a JSON value; as a number."""
+    expected: JsonValue
+    """The right answer."""
+    absolute: float = Field(default=0, ge=0, allow_inf_nan=False)
+    """Accepted distance from an expected number."""
+    relative: float = Field(default=0, ge=0, lt=1, allow_inf_nan=False)
+    """Accepted distance from an expected number, as a share of it. The larger of the two distances counts."""
+
+    @model_validator(mode="after")
+    def _fits_its_rule(self) -> AnswerState:
+        text = self.rule in ("exact", "normalized")
+        if text and not (isinstance(self.expected, str) and self.expected.strip()):
+            raise ValueError(f"expected must be a text that is not blank under rule {self.rule}: quote it")
+        number = isinstance(self.expected, int | float) and not isinstance(self.expected, bool)
+        if self.rule == "number" and not number:
+            raise ValueError("expected must be a number under rule number")
+        if self.rule != "number" and (self.absolute or self.relative):
+            raise ValueError(f"absolute and relative need rule number, and the rule is {self.rule}")
+        if not all(map(math.isfinite, _floats(self.expected))):
+            raise ValueError("expected must hold finite numbers only")
+        return self
+
+
+FinalState = Annotated[DiffState | AnswerState, Field(discriminator="kind")]
+_ADAPTER: TypeAdapter[DiffState | AnswerState] = TypeAdapter(FinalState)
+
+
+def state_values(state: DiffState | AnswerState) -> dict[str, Any]:
+    """What a final state declares, for JSON; empty for a diff."""
+    values = state.model_dump(mode="json", exclude_defaults=True)
+    return {"kind": state.kind, **values} if state.kind != "diff" else {}
+
+
+def state_from(values: dict[str, Any]) -> DiffState | AnswerState:
+    """Final state from `state_values`. Raises pydantic.ValidationError."""
+    return _ADAPTER.validate_python(values or {"kind": "diff"})
+
+
+def answer_bytes(value: JsonValue) -> bytes:
+    """State of an episode with this answer."""
+    return canonical_json({"answer": value})
+
+
+def final_answer(submitted: Sequence[JsonValue], said: str) -> bytes:
+    """State of an episode that submitted these answers and ended with this text; empty if there is no answer.
+
+    Of the text, what follows a reasoning model's thoughts counts.
+    """
+    if submitted:
+        return answer_bytes(submitted[-1])
+    text = said.rpartition(_THOUGHT_END)[2].strip()
+    return answer_bytes(text) if 0 < len(text) <= MAX_ANSWER_CHARACTERS else b""
+
+
+def answer_in(state: bytes) -> tuple[JsonValue] | None:
+    """The answer of a state, as a tuple of one; None if there is none."""
+    try:
+        found = json.loads(state)
+    except (ValueError, RecursionError):
+        return None
+    return (found["answer"],) if isinstance(found, dict) and set(found) == {"answer"} else None
+
+
+def _floats(value: JsonValue) -> list[float]:
+    if isinstance(value, float):
+        return [value]
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [found for each in inner for found in _floats(each)]
