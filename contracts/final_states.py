@@ -3,6 +3,7 @@
     kind     bytes of the state (an episode's `final_diff`)         graded by
     diff     changes of the workspace, in git format                hidden tests
     answer   {"answer": value} as canonical JSON; empty: none       a rule on the value (curation/states/answer.py)
+    database changes of an SQLite file, in git format               rows of queries (curation/states/database.py)
 
 The expected value is a part of the task, and no part of what its agent gets: files, instruction, prompt, template.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, JsonValue, TypeAdapter, model_validator
@@ -60,17 +62,57 @@ class AnswerState(Frozen):
         return self
 
 
-FinalState = Annotated[DiffState | AnswerState, Field(discriminator="kind")]
-_ADAPTER: TypeAdapter[DiffState | AnswerState] = TypeAdapter(FinalState)
+Cell = str | int | float | None
+"""A value of a row, as SQLite gives it; a query turns blobs into text by hex()."""
 
 
-def state_values(state: DiffState | AnswerState) -> dict[str, Any]:
+class Query(Frozen):
+    """Rows that a query must give."""
+
+    name: str = Field(pattern=r"^[a-z][a-z0-9_]{0,39}$")
+    """Name of the check in verdicts."""
+    sql: str = Field(min_length=1, max_length=10_000)
+    """One statement that reads. It may have no parameters."""
+    rows: tuple[tuple[Cell, ...], ...] = Field(max_length=1000)
+    """Expected rows."""
+    ordered: bool = False
+    """Whether the order of the rows counts."""
+
+
+class DatabaseState(Frozen):
+    """SQLite file that the agent leaves in its workspace, with what it committed."""
+
+    kind: Literal["database"] = "database"
+    path: str = Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_./-]{0,199}$")
+    """Path of the file in the workspace."""
+    queries: tuple[Query, ...] = Field(min_length=1, max_length=100)
+
+    @model_validator(mode="after")
+    def _is_checkable(self) -> DatabaseState:
+        if PurePosixPath(self.path).as_posix() != self.path or ".." in PurePosixPath(self.path).parts:
+            raise ValueError(f"path {self.path!r} must be a plain path within the repository, such as data/app.db")
+        names = [query.name for query in self.queries]
+        if len(set(names)) != len(names):
+            raise ValueError(f"query {next(name for name in names if names.count(name) > 1)} is declared twice")
+        cells = [cell for query in self.queries for row in query.rows for cell in row]
+        if not all(math.isfinite(cell) for cell in cells if isinstance(cell, float)):
+            raise ValueError("rows must hold finite numbers only")
+        if not all(-(2**63) <= cell < 2**63 for cell in cells if isinstance(cell, int)):
+            raise ValueError("rows must hold integers of 64 bits only")
+        return self
+
+
+FinalState = Annotated[DiffState | AnswerState | DatabaseState, Field(discriminator="kind")]
+_ADAPTER: TypeAdapter[DiffState | AnswerState | DatabaseState] = TypeAdapter(FinalState)
+
+
+def state_values(state: FinalState) -> dict[str, Any]:
     """What a final state declares, for JSON; empty for a diff."""
     values = state.model_dump(mode="json", exclude_defaults=True)
     return {"kind": state.kind, **values} if state.kind != "diff" else {}
 
 
-def state_from(values: dict[str, Any]) -> DiffState | AnswerState:
+def state_from(values: dict[str, Any]) -> FinalState:
     """Final state from `state_values`. Raises pydantic.ValidationError."""
     return _ADAPTER.validate_python(values or {"kind": "diff"})
 

@@ -14,10 +14,11 @@ from typing import TypeVar
 from pydantic import Field
 
 from contracts.artifacts import Frozen
-from contracts.final_states import AnswerState, DiffState, answer_bytes
+from contracts.final_states import AnswerState, DatabaseState, DiffState, answer_bytes
 from contracts.store import Store
 from contracts.tasks import Task
 from curation.states.answer import answer_cheats
+from curation.states.database import database_cheats
 from curation.tasks.bugs import file_diff
 from curation.tasks.suite import wrong_answers
 from curation.verify import Verdict, Verifier
@@ -117,9 +118,7 @@ async def validate_tasks(
         if accepted:
             reasons.setdefault(task.task_id, f"its tests accept the expression of {accepted[0]}")
     sound = [
-        dataclasses.replace(task, checks=await verifier.checks(task))
-        if isinstance(task.final_state, DiffState)
-        else task
+        dataclasses.replace(task, checks=await verifier.checks(task)) if task.tests else task
         for task in tasks
         if task.task_id not in reasons
     ]
@@ -146,6 +145,8 @@ def cheat_states(task: Task) -> dict[str, bytes]:
     """
     if isinstance(task.final_state, AnswerState):
         return answer_cheats(task.instruction)
+    if isinstance(task.final_state, DatabaseState):
+        return database_cheats(task.final_state, task.files)
     path = str(task.meta["path"])
     before, conftest = (
         task.files[name].decode(errors="replace") if name in task.files else None for name in (path, "conftest.py")

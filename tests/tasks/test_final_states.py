@@ -90,7 +90,10 @@ def test_the_expected_answer_is_nowhere_in_the_sandbox_of_its_agent(tmp_path: Pa
 
 
 FAULTS = {
-    "tests": (ANSWERS["sum"] + "tests: [a.py::t]\n", "its final state is an answer, which has no tests: remove it"),
+    "tests": (
+        ANSWERS["sum"] + "tests: [a.py::t]\n",
+        "its final state is of kind answer, which has no tests: remove it",
+    ),
     "reference": (ANSWERS["sum"] + "reference: log.txt\n", "which has no reference"),
     "deliverables": (ANSWERS["sum"] + "deliverables: [a]\n", "which has no deliverables"),
     "rule": ("instruction: x\nfinal_state: {kind: answer, rule: exact, expected: 4}\n", "quote it"),

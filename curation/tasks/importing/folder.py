@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -9,8 +10,9 @@ import yaml
 from pydantic import AfterValidator, Field, ValidationError
 
 from contracts.artifacts import Frozen
-from contracts.final_states import AnswerState, DiffState, FinalState
+from contracts.final_states import DatabaseState, DiffState, FinalState
 from curation.errors import TaskError
+from curation.states.database import TEST_FILE, database_deliverables, database_test_file, database_tests
 from curation.tasks.importing.reading import DELIVERABLES, Reading, Source, check_tests, task_of
 from curation.tasks.importing.splits import ImportedSplit
 from curation.tasks.importing.trees import Tree, folder_tree, patched_tree, tree_patch
@@ -97,19 +99,17 @@ def _about(path: Path) -> TaskFile:
 
 def _source(place: Path, about: TaskFile, family: str) -> Source:
     everything = folder_tree(place)
-    if isinstance(about.final_state, AnswerState):
-        return _answered(place, about, family, everything)
-    if not about.reference:
-        raise TaskError(f"its {TASK_FILE} names no reference: name a patch file, or a directory with the fixed files")
-    reference = _below(everything, about.reference)
-    if not reference:
-        raise TaskError(
-            f"its reference {about.reference} is not there: name a patch file, or a directory with the fixed files"
-        )
+    state = about.final_state
+    unused = [name for name in _UNUSED[state.kind] if getattr(about, name)]
+    if unused:
+        raise TaskError(f"its final state is of kind {state.kind}, which has no {unused[0]}: remove it")
+    reference = _reference(everything, about)
     tree = {path: data for path, data in everything.items() if path not in reference and path != TASK_FILE}
     hidden = _hidden(tree, about)
     before = {path: data for path, data in tree.items() if path not in hidden}
-    if (place / about.reference).is_dir():
+    if not reference:
+        patch, fixed = b"", before
+    elif (place / about.reference).is_dir():
         fixed = before | {
             path.removeprefix(about.reference.rstrip("/") + "/"): data for path, data in reference.items()
         }
@@ -117,7 +117,7 @@ def _source(place: Path, about: TaskFile, family: str) -> Source:
     else:
         patch = reference[about.reference]
         fixed = patched_tree(before, patch, f"reference {about.reference}")
-    return Source(
+    source = Source(
         task_id=place.name,
         family=about.family or family,
         instruction=about.instruction,
@@ -126,34 +126,47 @@ def _source(place: Path, about: TaskFile, family: str) -> Source:
         fixed=fixed | {path: tree[path] for path in hidden},
         hidden=frozenset(hidden),
         placed=frozenset(),
-        tests=check_tests(about.tests, f"tests in {TASK_FILE}"),
+        tests=(),
         reference=patch,
         meta={"fail_to_pass": []},
         deliverables=about.deliverables,
         toolset=about.tools,
+        final_state=state,
     )
+    if isinstance(state, DatabaseState):
+        return _graded_by_rows(source, state)
+    if isinstance(state, DiffState):
+        return replace(source, tests=check_tests(about.tests, f"tests in {TASK_FILE}"))
+    return source
 
 
-def _answered(place: Path, about: TaskFile, family: str, everything: Tree) -> Source:
-    """Source of a task whose final state is an answer. Raises TaskError for what such a task can't have."""
-    unused = [name for name in ("tests", "reference", "deliverables") if getattr(about, name)]
-    if unused:
-        raise TaskError(f"its final state is an answer, which has no {unused[0]}: remove it from {TASK_FILE}")
-    tree = {path: data for path, data in everything.items() if path != TASK_FILE}
-    return Source(
-        task_id=place.name,
-        family=about.family or family,
-        instruction=about.instruction,
-        before=tree,
-        after_tests=tree,
-        fixed=tree,
-        hidden=frozenset(_hidden(tree, about)),
-        placed=frozenset(),
-        tests=(),
-        reference=b"",
-        meta={"fail_to_pass": []},
-        toolset=about.tools,
-        final_state=about.final_state,
+_UNUSED = {"diff": (), "answer": ("tests", "reference", "deliverables"), "database": ("tests", "deliverables")}
+"""Keys that tasks of a kind can't have."""
+
+
+def _reference(everything: Tree, about: TaskFile) -> Tree:
+    """Files of the reference; none for an answer."""
+    if about.final_state.kind == "answer":
+        return {}
+    if not about.reference:
+        raise TaskError(f"its {TASK_FILE} names no reference: name a patch file, or a directory with the fixed files")
+    found = _below(everything, about.reference)
+    if not found:
+        raise TaskError(
+            f"its reference {about.reference} is not there: name a patch file, or a directory with the fixed files"
+        )
+    return found
+
+
+def _graded_by_rows(source: Source, state: DatabaseState) -> Source:
+    """The source with the hidden tests and deliverables of its database."""
+    if TEST_FILE in source.before:
+        raise TaskError(f"its file {TEST_FILE} has the name of the hidden test: rename it")
+    return replace(
+        source,
+        after_tests={**source.before, TEST_FILE: database_test_file(state)},
+        tests=database_tests(state),
+        deliverables=database_deliverables(state),
     )
 
 
