@@ -4,6 +4,7 @@
     diff     changes of the workspace, in git format                hidden tests
     answer   {"answer": value} as canonical JSON; empty: none       a rule on the value (curation/states/answer.py)
     database changes of an SQLite file, in git format               rows of queries (curation/states/database.py)
+    requests recorded HTTP requests, as JSON; empty: none           expected requests (curation/states/requests.py)
 
 The expected value is a part of the task, and no part of what its agent gets: files, instruction, prompt, template.
 """
@@ -22,7 +23,9 @@ from contracts.artifacts import Frozen
 from contracts.digests import canonical_json
 
 MAX_ANSWER_CHARACTERS = 64 * 1024
-"""Of a message that counts as an answer."""
+"""Of a message that counts as an answer, and of the body of a request."""
+MAX_HOSTS = 64
+"""Destinations that the rules of a sandbox may name."""
 _THOUGHT_END = "</think>"
 
 
@@ -102,8 +105,70 @@ class DatabaseState(Frozen):
         return self
 
 
-FinalState = Annotated[DiffState | AnswerState | DatabaseState, Field(discriminator="kind")]
-_ADAPTER: TypeAdapter[DiffState | AnswerState | DatabaseState] = TypeAdapter(FinalState)
+class ExpectedRequest(Frozen):
+    """Request that the agent must make, and that the destination must answer with a status from 200 to 399."""
+
+    name: str = Field(pattern=r"^[a-z][a-z0-9_]{0,39}$")
+    """Name of the check in verdicts."""
+    method: str = Field(pattern=r"^[A-Z]{1,20}$")
+    host: str = Field(pattern=r"^[a-z0-9.-]{1,200}:[1-9][0-9]{0,4}$")
+    """Name or IPv4 address, and port."""
+    path: str = Field(default="/", pattern=r"^/[!-~]{0,2000}$")
+    """Path with its query, as it is sent."""
+    body: JsonValue = ""
+    """A text is compared byte for byte, another value as JSON. At most 64 KiB."""
+    count: int = Field(default=1, ge=0, le=1000)
+    """How often it is made; 0: never."""
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port."""
+        host, _, port = self.host.rpartition(":")
+        return host, int(port)
+
+    @property
+    def text(self) -> str:
+        """Body as text."""
+        return self.body if isinstance(self.body, str) else canonical_json(self.body).decode()
+
+    @model_validator(mode="after")
+    def _can_be_made(self) -> ExpectedRequest:
+        if self.address[1] > 65_535:
+            raise ValueError(f"host {self.host} names no port: write name:port")
+        if len(self.text.encode()) > MAX_ANSWER_CHARACTERS:
+            raise ValueError(f"body of {self.name} takes more than {MAX_ANSWER_CHARACTERS} bytes")
+        return self
+
+
+class RequestsState(Frozen):
+    """Plain HTTP requests that the agent makes through the proxy of its sandbox, which reaches their hosts only.
+
+    Other requests may be made if their method changes nothing (GET, HEAD, OPTIONS).
+    """
+
+    kind: Literal["requests"] = "requests"
+    requests: tuple[ExpectedRequest, ...] = Field(min_length=1, max_length=100)
+
+    @model_validator(mode="after")
+    def _is_work(self) -> RequestsState:
+        names = [each.name for each in self.requests]
+        if len(set(names)) != len(names):
+            raise ValueError(f"request {next(name for name in names if names.count(name) > 1)} is declared twice")
+        if not any(each.count for each in self.requests):
+            raise ValueError("every request has count 0, so nothing has to be done: expect one")
+        if len({each.host for each in self.requests}) > MAX_HOSTS:
+            raise ValueError(f"requests name more than {MAX_HOSTS} hosts, which a sandbox's rules can't allow")
+        return self
+
+    @property
+    def rules(self) -> str:
+        """Rules of the sandbox, as YAML: it reaches these hosts."""
+        hosts = sorted({each.address for each in self.requests})
+        return json.dumps({"network": {"allow": [{"host": host, "ports": [port]} for host, port in hosts]}})
+
+
+FinalState = Annotated[DiffState | AnswerState | DatabaseState | RequestsState, Field(discriminator="kind")]
+_ADAPTER: TypeAdapter[DiffState | AnswerState | DatabaseState | RequestsState] = TypeAdapter(FinalState)
 
 
 def state_values(state: FinalState) -> dict[str, Any]:
@@ -115,6 +180,11 @@ def state_values(state: FinalState) -> dict[str, Any]:
 def state_from(values: dict[str, Any]) -> FinalState:
     """Final state from `state_values`. Raises pydantic.ValidationError."""
     return _ADAPTER.validate_python(values or {"kind": "diff"})
+
+
+def recording(state: FinalState) -> dict[str, Any]:
+    """Options of `SandboxClient.create` for the sandbox of an agent whose task has this final state."""
+    return {"rules": state.rules, "record_requests": True} if isinstance(state, RequestsState) else {}
 
 
 def answer_bytes(value: JsonValue) -> bytes:

@@ -24,7 +24,7 @@ from pydantic import ValidationError
 from contracts.artifacts import Frozen
 from contracts.digests import canonical_json, digest_of, sha256
 from contracts.errors import ArtifactCorrupt, ArtifactMissing
-from contracts.final_states import AnswerState
+from contracts.final_states import AnswerState, RequestsState
 from contracts.store import Store
 from contracts.tasks import Checks, Task
 from curation.cheating import Evidence, base_name, base_names, find_cheating, passed, passing
@@ -32,6 +32,7 @@ from curation.errors import CurationError
 from curation.findings import SUSPICIONS, Finding, finding, merged
 from curation.runs import Runs, Ungradable
 from curation.states.answer import grade_answer
+from curation.states.requests import grade_requests
 from curation.tasks.checks.proving import CHECKS_VERSION, prove
 from envd.client import SandboxClient, VerifyResult
 
@@ -240,6 +241,8 @@ class Verifier:
         """
         if isinstance(task.final_state, AnswerState):
             return verdict_of(grade_answer(task.final_state, diff))
+        if isinstance(task.final_state, RequestsState):
+            return verdict_of(grade_requests(task.final_state, diff))
         if not task.tests:
             raise CurationError(
                 f"task {task.task_id} has no hidden tests, so it can't be solved: leave it out of the suite"

@@ -181,6 +181,7 @@ class SandboxClient:
         rules: str = "",
         runtime: str = "",
         toolset: str = "",
+        record_requests: bool = False,
         idempotency_key: str | None = None,
         timeout_s: float = RPC_GRACE_S,
     ) -> Sandbox:
@@ -188,11 +189,12 @@ class SandboxClient:
 
         limits: None for the server's defaults. backend: empty for the server's choice. rules: YAML, within the
         server's own. runtime: digest of packages in place of the server's own, see `put_runtime`. toolset: the tools
-        that calls may name (`envd.tools.TOOLSETS`); empty: the default ones. idempotency_key: a retry with the same one
-        gets the same sandbox. Cancelled without one, it ends what the server still makes. timeout_s: pods that pull
-        their image take minutes.
+        that calls may name (`envd.tools.TOOLSETS`); empty: the default ones. record_requests: keep what it asks
+        of its proxy for `Sandbox.requests`; it has no tunnels then. idempotency_key: a retry with the same one gets the
+        same sandbox. Cancelled without one, it ends what the server still makes. timeout_s: pods that pull their image
+        take minutes.
         """
-        request = create_request(template, limits, env, labels, backend, rules, runtime, toolset)
+        request = create_request(template, limits, env, labels, backend, rules, runtime, toolset, record_requests)
         if idempotency_key is not None:  # a retry may want it
             return self._made(await self.ask("sandboxes.Create", request, timeout_s, idempotency_key))
         return await self._wanted(self.ask("sandboxes.Create", request, timeout_s))
@@ -302,6 +304,8 @@ class Sandbox:
         """Attach to it again with `client.attach(handle)`."""
         self.left_out = LeftOut()
         """What the export of the last diff left out."""
+        self.requests = b""
+        """After `finish`: the requests that it made, if they were recorded, as JSON (envd/server/egress_record.py)."""
         self._client = client
         self._metadata = ((SANDBOX_TOKEN, handle.token),)
 
@@ -348,7 +352,9 @@ class Sandbox:
         export: what of it may leave the sandbox (None: everything); `left_out` tells the rest.
         """
         request = pb.DeleteRequest(sandbox_id=self.id, want_diff=True, export=export_message(export))
-        return self._diff_of(await self._ask("sandboxes.Delete", request))
+        reply = await self._ask("sandboxes.Delete", request)
+        self.requests = reply.requests_json
+        return self._diff_of(reply)
 
     def _diff_of(self, reply: Any) -> bytes:
         self.left_out = left_out_of(reply)
@@ -375,6 +381,7 @@ def create_request(
     rules: str,
     runtime: str = "",
     toolset: str = "",
+    record_requests: bool = False,
 ) -> pb.CreateRequest:
     """A request to create a sandbox, with the arguments of `SandboxClient.create`."""
     return pb.CreateRequest(
@@ -386,6 +393,7 @@ def create_request(
         policy_yaml=rules,
         runtime=runtime,
         toolset=toolset,
+        record_requests=record_requests,
     )
 
 

@@ -62,7 +62,7 @@ class Limits(_message.Message):
     def __init__(self, memory_mb: _Optional[int] = ..., pids: _Optional[int] = ..., cpu: _Optional[float] = ..., disk_mb: _Optional[int] = ..., lifetime_s: _Optional[float] = ...) -> None: ...
 
 class CreateRequest(_message.Message):
-    __slots__ = ("template", "limits", "env", "policy_yaml", "backend", "labels", "runtime", "toolset")
+    __slots__ = ("template", "limits", "env", "policy_yaml", "backend", "labels", "runtime", "toolset", "record_requests")
     class EnvEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -85,6 +85,7 @@ class CreateRequest(_message.Message):
     LABELS_FIELD_NUMBER: _ClassVar[int]
     RUNTIME_FIELD_NUMBER: _ClassVar[int]
     TOOLSET_FIELD_NUMBER: _ClassVar[int]
+    RECORD_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     template: str
     limits: Limits
     env: _containers.ScalarMap[str, str]
@@ -93,7 +94,8 @@ class CreateRequest(_message.Message):
     labels: _containers.ScalarMap[str, str]
     runtime: str
     toolset: str
-    def __init__(self, template: _Optional[str] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., env: _Optional[_Mapping[str, str]] = ..., policy_yaml: _Optional[str] = ..., backend: _Optional[str] = ..., labels: _Optional[_Mapping[str, str]] = ..., runtime: _Optional[str] = ..., toolset: _Optional[str] = ...) -> None: ...
+    record_requests: bool
+    def __init__(self, template: _Optional[str] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., env: _Optional[_Mapping[str, str]] = ..., policy_yaml: _Optional[str] = ..., backend: _Optional[str] = ..., labels: _Optional[_Mapping[str, str]] = ..., runtime: _Optional[str] = ..., toolset: _Optional[str] = ..., record_requests: _Optional[bool] = ...) -> None: ...
 
 class CreateReply(_message.Message):
     __slots__ = ("sandbox_id", "token")
@@ -213,7 +215,7 @@ class DeleteRequest(_message.Message):
     def __init__(self, sandbox_id: _Optional[str] = ..., want_diff: _Optional[bool] = ..., export: _Optional[_Union[Export, _Mapping]] = ...) -> None: ...
 
 class DeleteReply(_message.Message):
-    __slots__ = ("diff", "left_out", "left_out_counts")
+    __slots__ = ("diff", "left_out", "left_out_counts", "requests_json")
     class LeftOutCountsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -224,10 +226,12 @@ class DeleteReply(_message.Message):
     DIFF_FIELD_NUMBER: _ClassVar[int]
     LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
     LEFT_OUT_COUNTS_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_JSON_FIELD_NUMBER: _ClassVar[int]
     diff: bytes
     left_out: _containers.RepeatedCompositeFieldContainer[LeftOut]
     left_out_counts: _containers.ScalarMap[str, int]
-    def __init__(self, diff: _Optional[bytes] = ..., left_out: _Optional[_Iterable[_Union[LeftOut, _Mapping]]] = ..., left_out_counts: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    requests_json: bytes
+    def __init__(self, diff: _Optional[bytes] = ..., left_out: _Optional[_Iterable[_Union[LeftOut, _Mapping]]] = ..., left_out_counts: _Optional[_Mapping[str, int]] = ..., requests_json: _Optional[bytes] = ...) -> None: ...
 
 class VerifyRequest(_message.Message):
     __slots__ = ("template", "diff", "hidden_files", "tests", "limits", "timeout_s", "artifacts", "product", "runtime", "plugins", "ini", "backend", "policy_yaml")

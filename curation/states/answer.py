@@ -58,15 +58,15 @@ def _json(expected: AnswerState, answer: JsonValue) -> bool:
             answer = json.loads(answer)
         except (ValueError, RecursionError):
             return False
-    return _equal(answer, expected.expected)
+    return json_equal(answer, expected.expected)
 
 
-def _equal(one: JsonValue, other: JsonValue) -> bool:
+def json_equal(one: JsonValue, other: JsonValue) -> bool:
     """Whether two JSON values are the same. 1 and 1.0 are; 1 and true are not."""
     if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
+        return one.keys() == other.keys() and all(json_equal(one[key], other[key]) for key in one)
     if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(_equal, one, other))
+        return len(one) == len(other) and all(map(json_equal, one, other))
     return isinstance(one, bool) == isinstance(other, bool) and one == other
 
 

@@ -10,13 +10,15 @@ import asyncio
 import base64
 import importlib.util
 import inspect
+import json
+import shlex
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from contracts.digests import sha256
-from contracts.final_states import AnswerState, final_answer
+from contracts.final_states import AnswerState, RequestsState, final_answer, recording
 from contracts.tasks import Task
 from curation.errors import TaskError
 from curation.verify import Verdict, Verifier
@@ -66,12 +68,16 @@ class Noop:
 
 
 class Oracle:
-    """Applies the reference fix with git in the sandbox, or submits the right answer; must score 1."""
+    """Applies the reference fix with git in the sandbox, or submits the right answer, or makes the requests; must
+    score 1.
+    """
 
     def act(self, task: Task, observation: Observation) -> Sequence[ToolCall]:
         """Calls that write and apply the patch, then no calls."""
         if isinstance(task.final_state, AnswerState):
             return () if observation.turns else (ToolCall(SUBMIT_ANSWER, {"answer": task.final_state.expected}),)
+        if isinstance(task.final_state, RequestsState):
+            return () if observation.turns else (ToolCall("exec", {"command": _requesting(task.final_state)}),)
         if not observation.turns:
             text = base64.encodebytes(task.reference_diff).decode()
             command = f"base64 -d {_PATCH} | git apply --whitespace=nowarn - && rm {_PATCH} && echo applied"
@@ -206,6 +212,7 @@ async def play_task(
         env=environment.variables(task.files),
         runtime=environment.runtime,
         toolset=task.toolset,
+        **recording(task.final_state),
     ) as sandbox:
         while len(turns) < max_turns:
             observation = Observation(task.task_id, task.instruction, tuple(turns), sample)
@@ -213,12 +220,28 @@ async def play_task(
             if not calls:
                 break
             turns.append(Turn(tuple(calls), tuple(await sandbox.batch(calls, timeout_s=TOOL_TIMEOUT_S))))
+        diff = await sandbox.finish(export=Export(task.deliverables) if task.deliverables else None)
         if isinstance(task.final_state, AnswerState):
             diff = final_answer(_answers(turns), "")
-        else:
-            diff = await sandbox.finish(export=Export(task.deliverables) if task.deliverables else None)
+        elif isinstance(task.final_state, RequestsState):
+            diff = sandbox.requests
     calls_made = sum(len(turn.calls) for turn in turns)
     return Played(task, len(turns), calls_made, diff, await verifier.grade(task, diff), sample)
+
+
+def _requesting(state: RequestsState) -> str:
+    """Command that makes the expected requests."""
+    made = [(each.method, *each.address, each.path, each.text) for each in state.requests for _ in range(each.count)]
+    return f"echo {base64.b64encode(json.dumps(made).encode()).decode()} | python3 -c {shlex.quote(_REQUESTS)}"
+
+
+_REQUESTS = """
+import base64, http.client, json, sys
+for method, host, port, path, body in json.loads(base64.b64decode(sys.stdin.read())):
+    proxy = http.client.HTTPConnection("127.0.0.1", 3128, timeout=20)
+    proxy.request(method, f"http://{host}:{port}{path}", body.encode() or None)
+    print(proxy.getresponse().status)
+"""
 
 
 def _answers(turns: Sequence[Turn]) -> list[Any]:

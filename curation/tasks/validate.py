@@ -14,11 +14,12 @@ from typing import TypeVar
 from pydantic import Field
 
 from contracts.artifacts import Frozen
-from contracts.final_states import AnswerState, DatabaseState, DiffState, answer_bytes
+from contracts.final_states import AnswerState, DatabaseState, DiffState, RequestsState, answer_bytes
 from contracts.store import Store
 from contracts.tasks import Task
 from curation.states.answer import answer_cheats
 from curation.states.database import database_cheats
+from curation.states.requests import requests_cheats, requests_state
 from curation.tasks.bugs import file_diff
 from curation.tasks.suite import wrong_answers
 from curation.verify import Verdict, Verifier
@@ -147,6 +148,8 @@ def cheat_states(task: Task) -> dict[str, bytes]:
         return answer_cheats(task.instruction)
     if isinstance(task.final_state, DatabaseState):
         return database_cheats(task.final_state, task.files)
+    if isinstance(task.final_state, RequestsState):
+        return requests_cheats(task.final_state)
     path = str(task.meta["path"])
     before, conftest = (
         task.files[name].decode(errors="replace") if name in task.files else None for name in (path, "conftest.py")
@@ -182,6 +185,8 @@ async def _soundness(verifier: Verifier, task: Task) -> str | None:
 
 def reference_state(task: Task) -> bytes:
     """Final state that solves a task."""
+    if isinstance(task.final_state, RequestsState):
+        return requests_state(task.final_state.requests)
     return answer_bytes(task.final_state.expected) if isinstance(task.final_state, AnswerState) else task.reference_diff
 
 

@@ -107,6 +107,7 @@ class FleetClient(SandboxClient):
         rules: str = "",
         runtime: str = "",
         toolset: str = "",
+        record_requests: bool = False,
         idempotency_key: str | None = None,
         timeout_s: float = RPC_GRACE_S,
     ) -> Sandbox:
@@ -122,6 +123,7 @@ class FleetClient(SandboxClient):
                 rules=rules,
                 runtime=runtime,
                 toolset=toolset,
+                record_requests=record_requests,
                 idempotency_key=idempotency_key,
                 timeout_s=timeout_s,
             )

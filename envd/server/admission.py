@@ -33,6 +33,7 @@ class Wanted:
     rules_yaml: str = ""
     runtime: str = ""
     toolset: str = ""
+    record_requests: bool = False
 
     @classmethod
     def of(cls, request: Any) -> Wanted:
@@ -46,6 +47,8 @@ class Wanted:
             request.policy_yaml,
             request.runtime,
             request.toolset,
+            # a ReceiveHeader has none: what is restored elsewhere records nothing
+            getattr(request, "record_requests", False),
         )
         _check_numbers(wanted.limits)
         check_env(wanted.env)

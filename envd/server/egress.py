@@ -26,6 +26,7 @@ from envd.backends.base import NetworkRule
 from envd.server.audit import AuditLog
 from envd.server.destinations import Address, DestinationRefused, Destinations, plain
 from envd.server.egress_http import BadRequest, Exchange, Target, read_request, say
+from envd.server.egress_record import RequestRecord
 from envd.server.egress_relay import Stream, connect, relay
 
 MOST = 32
@@ -59,12 +60,18 @@ class Egress:
         self.most = min(_MOST_OF_ALL, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8)
         self._threads: ThreadPoolExecutor | None = None
 
-    def open(self, listener: socket.socket, rules: Sequence[NetworkRule], sandbox_id: str) -> Proxy:
-        """Start the proxy of a sandbox.
+    def open(
+        self,
+        listener: socket.socket,
+        rules: Sequence[NetworkRule],
+        sandbox_id: str,
+        record: RequestRecord | None = None,
+    ) -> Proxy:
+        """Start the proxy of a sandbox. record: keeps its requests; tunnels are refused then.
 
         The socket must be non-blocking. The caller keeps it and closes it after `Proxy.stop`.
         """
-        return Proxy(self, listener, Destinations(rules), sandbox_id)
+        return Proxy(self, listener, Destinations(rules), sandbox_id, record)
 
     def stop(self) -> None:
         """Stop the resolver threads."""
@@ -85,7 +92,15 @@ class Egress:
 class Proxy:
     """The proxy of one sandbox."""
 
-    def __init__(self, egress: Egress, listener: socket.socket, allowed: Destinations, sandbox_id: str) -> None:
+    def __init__(
+        self,
+        egress: Egress,
+        listener: socket.socket,
+        allowed: Destinations,
+        sandbox_id: str,
+        record: RequestRecord | None = None,
+    ) -> None:
+        self._record = record
         self._egress, self._listener, self._allowed, self._sandbox_id = egress, listener, allowed, sandbox_id
         self._resolving = asyncio.Semaphore(_RESOLVING)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -152,6 +167,8 @@ class Proxy:
         try:
             request, target = await read_request(inside, machine)
             where = f"{target.host}:{target.port}"
+            if target.tunnel and self._record is not None:
+                raise DestinationRefused("this sandbox's requests are recorded, so it has no tunnels: use http://")
             outside = await self._connected(target)
         except BadRequest as error:
             if error.told:
@@ -178,7 +195,8 @@ class Proxy:
             await inside.write(b"HTTP/1.1 200 Connection established\r\n\r\n")
             await relay(inside, outside, machine.trailing_data[0])
             return
-        exchange = Exchange(inside, outside, machine)
+        recorded = None if self._record is None else self._record.begin(request.method, target)
+        exchange = Exchange(inside, outside, machine, recorded)
         try:
             await exchange.run(request, target)
         except BadRequest as error:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 from urllib.parse import urlsplit
 
 import h11
@@ -79,6 +80,18 @@ class Target:
         return cls(host, port or 80, tunnel, path.encode(), authority.encode())
 
 
+class Recorder(Protocol):
+    """What is told of one request while it is forwarded (envd/server/egress_record.py)."""
+
+    status: int
+
+    def feed(self, data: bytes) -> None:
+        """A piece of the body."""
+
+    def end(self) -> None:
+        """All of the request was forwarded."""
+
+
 def say(status: int, reason: str) -> bytes:
     """Complete HTTP response with a body of one line."""
     words = "".join(each if each.isprintable() else "?" for each in reason)
@@ -112,7 +125,11 @@ async def read_request(inside: Stream, machine: h11.Connection) -> tuple[h11.Req
 class Exchange:
     """One plain request and its response."""
 
-    def __init__(self, inside: Stream, outside: Stream, machine: h11.Connection) -> None:
+    def __init__(
+        self, inside: Stream, outside: Stream, machine: h11.Connection, recorded: Recorder | None = None
+    ) -> None:
+        """recorded: told of the request's body and its answer."""
+        self._recorded = recorded
         self._inside, self._outside, self._server = inside, outside, machine
         self._client = h11.Connection(h11.CLIENT, max_incomplete_event_size=_MOST_RESPONSE_HEAD)
         self.answered = False
@@ -157,9 +174,13 @@ class Exchange:
                 event = await _next(self._inside, self._server)
                 moved(bound)
                 if isinstance(event, h11.Data):
+                    if self._recorded is not None:
+                        self._recorded.feed(bytes(event.data))
                     await self._outside.write(self._client.send(h11.Data(data=event.data)) or b"")
                 elif isinstance(event, h11.EndOfMessage):
                     await self._outside.write(self._client.send(h11.EndOfMessage()) or b"")
+                    if self._recorded is not None:
+                        self._recorded.end()
                     return
                 else:
                     raise ConnectionResetError("the client disconnected in the middle of its request")
@@ -181,6 +202,8 @@ class Exchange:
             elif isinstance(event, h11.Response):
                 headers = [*_end_to_end(event.headers), (b"Connection", b"close")]
                 status = event.status_code
+                if self._recorded is not None:
+                    self._recorded.status = status
                 await self._tell(h11.Response(status_code=status, reason=event.reason, headers=headers))
             elif isinstance(event, h11.Data):
                 await self._tell(h11.Data(data=event.data))

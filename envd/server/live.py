@@ -18,6 +18,7 @@ from envd.backends.base import Backend, Box, BoxSpec
 from envd.errors import SandboxGone, WrongState
 from envd.guest.link import GuestLink
 from envd.server.egress import Proxy
+from envd.server.egress_record import RequestRecord
 from envd.server.idempotency import Answers
 from envd.server.quotas import Claim
 from envd.server.rules import Decisions
@@ -62,6 +63,8 @@ class Live:
     """Its share of its key's quotas."""
     toolset: str = ""
     """Name of its toolset; empty: the default one."""
+    requests: RequestRecord | None = None
+    """Record of its requests through the proxy, if its request wanted one."""
     answers: Answers = field(default_factory=Answers)
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     _changing: asyncio.Event | None = None

@@ -20,6 +20,7 @@ from envd.errors import EnvdError, SandboxGone, SandboxUnknown, ServerDraining
 from envd.server.admission import Wanted, choose_backend, decide
 from envd.server.audit import AuditLog, Kind
 from envd.server.egress import Egress
+from envd.server.egress_record import RequestRecord
 from envd.server.escapes import Escapes
 from envd.server.idempotency import Answers
 from envd.server.limits_watch import LimitsWatch
@@ -126,6 +127,7 @@ class Sandboxes:
         box, claim = await self._claimed(spec, lambda: backend.create(spec))
         live = Live(*_identity(), backend, spec, box, decisions, wanted.rules_yaml, wanted.labels, claim=claim)
         live.toolset = wanted.toolset
+        live.requests = RequestRecord() if wanted.record_requests else None
         return self.admit(live)
 
     async def restore(
@@ -244,7 +246,7 @@ class Sandboxes:
         """
         box: object = live.box
         if live.spec.network and isinstance(box, OffersProxy) and box.proxy_listener is not None:
-            live.proxy = self.egress.open(box.proxy_listener, live.spec.network, live.identity)
+            live.proxy = self.egress.open(box.proxy_listener, live.spec.network, live.identity, live.requests)
         if isinstance(box, TellsRefusals):
             box.tell_refusals(functools.partial(self._refused, live))
 

@@ -58,6 +58,8 @@ class SandboxesService(Service, rpc.SandboxesServicer):
             return pb.DeleteReply()
         diff = await diff_of(self.sandboxes, live, request) if request.want_diff else {}
         await self.sandboxes.end(live)
+        if request.want_diff and live.requests is not None:
+            diff["requests_json"] = live.requests.to_json()  # it makes no more of them now
         return pb.DeleteReply(**diff)
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from contracts.chat import ChatTokenizer
 from contracts.episodes import Episode, ToolCallRecord
-from contracts.final_states import AnswerState
+from contracts.final_states import AnswerState, RequestsState
 from contracts.store import Store
 from contracts.tasks import Task
 from envd.client import Limits, SandboxClient
@@ -48,12 +48,17 @@ async def replay_episode(
 
     Episodes ended by the clock or by a fault can't be replayed. store: has the task's runtime.
 
-    Raises RolloutError when `task` is not the one that was played, InfraFault when the sandbox fails.
+    Raises RolloutError when `task` is not the one that was played or is graded by requests, InfraFault when the sandbox
+    fails.
     """
     if task.digest != episode.task_digest:
         raise RolloutError(
             f"episode {episode.episode_id} was played on another version of task {task.task_id}: open the task suite of"
             " its iteration"
+        )
+    if isinstance(task.final_state, RequestsState):
+        raise RolloutError(
+            f"episode {episode.episode_id} is graded by its requests, and a replay would make them again: it has none"
         )
     (sequence,) = episode.sequences
     ids, turns = sequence.token_ids, policy_turns(sequence)

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Sequence
 
 from contracts.errors import InfraFault, TriplaneError
+from contracts.final_states import RequestsState, recording
 from contracts.runtimes import runtime_archive
 from contracts.store import Store
 from contracts.tasks import Task
@@ -61,6 +62,7 @@ class Workspaces:
                     env=task.environment.variables(task.files),
                     runtime=task.environment.runtime,
                     toolset=task.toolset,
+                    **recording(task.final_state),
                 )
             except TriplaneError as error:
                 self._templates.pop(self._key(task), None)
@@ -119,7 +121,8 @@ class Workspace:
             raise self._broken("a tool call failed", error, sandbox) from error
 
     async def finish(self) -> bytes:
-        """Take the final diff, of the task's deliverables if it declares any; the sandbox is gone afterwards.
+        """Take the final diff, of the task's deliverables if it declares any, or the requests that the sandbox made if
+        they are the final state; the sandbox is gone afterwards.
 
         Raises SandboxBroken.
         """
@@ -132,7 +135,7 @@ class Workspace:
         except EnvdError as error:
             raise self._broken("the final state could not be read", error, sandbox) from error
         self._starting = None
-        return diff
+        return sandbox.requests if isinstance(self._task.final_state, RequestsState) else diff
 
     def _broken(self, what: str, error: EnvdError, sandbox: Sandbox) -> SandboxBroken:
         self._lost = self._lost or isinstance(error, ServerLost)

@@ -49,8 +49,8 @@ class TaskFile(Frozen):
     hidden or not.
     """
     reference: str = ""
-    """A patch file, or a directory with the fixed files under their paths. The agent gets neither. A task whose final
-    state is an answer has none.
+    """A patch file, or a directory with the fixed files under their paths. The agent gets neither. Tasks whose final
+    state is an answer or requests have none.
     """
     deliverables: tuple[str, ...] = Field(default=(), validation_alias=DELIVERABLES)
     """Patterns, as in `.gitignore`, of the files that count as the agent's work; empty: all changed files."""
@@ -140,13 +140,14 @@ def _source(place: Path, about: TaskFile, family: str) -> Source:
     return source
 
 
-_UNUSED = {"diff": (), "answer": ("tests", "reference", "deliverables"), "database": ("tests", "deliverables")}
+_NOTHING = ("tests", "reference", "deliverables")
+_UNUSED = {"diff": (), "answer": _NOTHING, "requests": _NOTHING, "database": ("tests", "deliverables")}
 """Keys that tasks of a kind can't have."""
 
 
 def _reference(everything: Tree, about: TaskFile) -> Tree:
-    """Files of the reference; none for an answer."""
-    if about.final_state.kind == "answer":
+    """Files of the reference; none for an answer and for requests."""
+    if about.final_state.kind in ("answer", "requests"):
         return {}
     if not about.reference:
         raise TaskError(f"its {TASK_FILE} names no reference: name a patch file, or a directory with the fixed files")
