@@ -37,8 +37,8 @@ from curation.tasks.checks.proving import CHECKS_VERSION, prove
 from envd.client import SandboxClient, VerifyResult
 
 VERIFIER_VERSION = "3"
-"""Bump if the same final state may get another verdict, after changes of this file, LIMITS, cheating, checks, or the
-test runs and reports of envd.
+"""Bump if the same final state may get another verdict, after changes of this file, LIMITS, cheating, checks,
+states, or the test runs and reports of envd.
 """
 
 MAX_DIFF_BYTES = 32 * 1024 * 1024

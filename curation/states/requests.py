@@ -50,6 +50,8 @@ def grade_requests(expected: RequestsState, state: bytes) -> VerifyResult:
         return _all_failed(expected, "the record is damaged")
     if not record.complete:
         return _all_failed(expected, "it made more requests than are recorded")
+    if not any(_is_expected(expected, made) for made in record.requests):
+        return _all_failed(expected, "no expected request was made")  # doing nothing earns no share of the checks
     outcomes = []
     for each in expected.requests:
         count = sum(_is_same(each, made) and (_succeeded(made) or not each.count) for made in record.requests)
@@ -88,7 +90,7 @@ def requests_cheats(state: RequestsState) -> dict[str, bytes]:
 
 
 def _is_expected(expected: RequestsState, made: _Made) -> bool:
-    return _succeeded(made) and any(_is_same(each, made) for each in expected.requests)
+    return _succeeded(made) and any(each.count and _is_same(each, made) for each in expected.requests)
 
 
 def _succeeded(made: _Made) -> bool:
@@ -113,7 +115,8 @@ def _is_same(expected: ExpectedRequest, made: _Made) -> bool:
 
 
 def _all_failed(expected: RequestsState, why: str) -> VerifyResult:
-    return VerifyResult(tuple(_failed(each.name, why) for each in expected.requests), "completed", "")
+    names = [*(each.name for each in expected.requests), OTHERS]
+    return VerifyResult(tuple(_failed(name, why) for name in names), "completed", "")
 
 
 def _failed(name: str, why: str) -> TestOutcome:

@@ -148,6 +148,7 @@ def test_the_oracle_orders_once_and_noop_does_not(task: Task, address: str) -> N
             address, lambda client, agent=agent: play_suite([task], agent, client, Verifier(client, None))
         )
         assert played.verdict.solved is solved, played
+        assert played.verdict.tests_passed == (3 if solved else 0), "doing nothing earns no share"
 
 
 @pytest.mark.parametrize(
