@@ -6,6 +6,8 @@ import json
 from collections.abc import Container
 from typing import Any
 
+import jsonschema  # noqa: F401 - tools load it late; the first call need not wait for it
+
 from contracts.pb import envd_pb2 as pb
 from contracts.pb import envd_pb2_grpc as rpc
 from contracts.visible import visible
