@@ -2,8 +2,8 @@
 
     path, queries with rows  ->  test file, test names, deliverables  ->  Verifier: runs, decoys, observations
 
-Only the database file and its write-ahead log leave the agent's sandbox, as regular files; the verifier's sandbox opens
-a copy for reading (curation/states/database_rows.py).
+Only the database file and SQLite's logs beside it leave the agent's sandbox, as regular files; the verifier's sandbox
+opens a copy for reading (curation/states/database_rows.py).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def database_test_file(state: DatabaseState) -> bytes:
 
 def database_deliverables(state: DatabaseState) -> tuple[str, ...]:
     """Patterns of the files that leave the agent's sandbox."""
-    return f"/{state.path}", f"/{state.path}-wal"
+    return tuple(f"/{state.path}{suffix}" for suffix in ("", *database_rows.LOGS))
 
 
 def database_cheats(state: DatabaseState, files: Tree) -> dict[str, bytes]:

@@ -15,6 +15,8 @@ from typing import Any
 
 MOST_BYTES, MOST_ROWS, VALUE_BYTES = 1 << 26, 10_000, 1 << 20
 """Bounds of the file, of the rows of a query, and of a value, which is also the longest statement."""
+LOGS = ("-wal", "-journal")
+"""Ends of the names of the files beside a database that hold what was committed, or was not."""
 STEP, MOST_STEPS = 1000, 20_000
 """Instructions of SQLite's machine between two counts, and counts after which a query is stopped: about a second."""
 ALLOWED = frozenset({sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_RECURSIVE})
@@ -57,9 +59,11 @@ def rows(path: str, query: str, *, ordered: bool) -> list[list[Any]]:
     with tempfile.TemporaryDirectory() as place:
         copy = Path(place, "copy.db")
         copy.write_bytes(content(path))
-        if os.path.lexists(path + "-wal"):
-            Path(place, "copy.db-wal").write_bytes(content(path + "-wal"))
-        database = sqlite3.connect(f"{copy.as_uri()}?mode=ro", uri=True)
+        for suffix in LOGS:
+            if os.path.lexists(path + suffix):
+                Path(place, f"copy.db{suffix}").write_bytes(content(path + suffix))
+        # not mode=ro: what a journal holds of a transaction that was cut off is undone first, in the copy
+        database = sqlite3.connect(f"{copy.as_uri()}?mode=rw", uri=True)
         try:
             database.text_factory = lambda data: data.decode("utf-8", "backslashreplace")
             database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, VALUE_BYTES)

@@ -111,7 +111,7 @@ def test_a_database_is_proved_by_its_queries(suite: Artifact, task: Task, envd_a
     report = suite_report(suite)
     assert not report.broken and {each.cheat for each in report.cheats} == {"empty_database", "no_database"}
     assert report.observed == len(QUERIES) and not report.undecided, "rows are compared outside the sandbox, too"
-    assert task.deliverables == ("/data/shop.db", "/data/shop.db-wal")
+    assert task.deliverables == ("/data/shop.db", "/data/shop.db-wal", "/data/shop.db-journal")
     assert not any("SELECT" in data.decode(errors="replace") for data in task.files.values())
     assert verdict(task, agent_named("oracle"), envd_address).solved
     assert not verdict(task, agent_named("noop"), envd_address).solved
@@ -123,6 +123,15 @@ HONEST = {
         "import os, sqlite3\n"
         "c = sqlite3.connect('data/shop.db')\nc.execute('PRAGMA journal_mode = WAL')\n"
         f"c.executescript({WORK!r})\nos._exit(0)\n"
+    ),
+    "before a transaction that was cut off": sql(WORK)
+    + "; "
+    + python(
+        "import os, sqlite3\nc = sqlite3.connect('data/shop.db', isolation_level=None)\n"
+        "c.execute('PRAGMA cache_size = 5')\nc.execute('BEGIN')\nc.execute('UPDATE orders SET amount = 7')\n"
+        "c.execute('CREATE TABLE big (x)')\n"
+        "c.executemany('INSERT INTO big VALUES (zeroblob(?))', [(900,)] * 900)\n"
+        "assert os.path.getsize('data/shop.db') > 100_000\nos._exit(0)\n"
     ),
     "by another file": python(
         "import os, sqlite3\nc = sqlite3.connect('new.db')\n"
