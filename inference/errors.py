@@ -66,3 +66,7 @@ class SandboxBroken(InfraFault):
 
 class BadRequest(InferenceError):
     """A request to the server is contradictory, or the policy does not support it."""
+
+
+class RouterError(InferenceError):
+    """A router's settings, an engine's cache event or a request contradict what the router knows."""

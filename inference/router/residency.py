@@ -1,0 +1,226 @@
+"""What each replica has in its cache: from its events where it sends them, and assumed from our own decisions.
+
+A replica has two holders in the index: 2 i for what its events say, 2 i + 1 for what is assumed. Assumptions end after
+a lifetime; they tell of requests whose events are still to come, and of replicas that send none.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from inference.errors import RouterError
+from inference.router.fingerprint import Fingerprinter, Tokens
+from inference.router.index import PrefixIndex
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """An engine has cached the blocks of a chain."""
+
+    blocks: Sequence[Hashable]
+    """The engine's hashes of the blocks, first to last."""
+    parent: Hashable | None
+    """The engine's hash of the block before them; None at the beginning of a prompt."""
+    tokens: Tokens
+    """[len(blocks) * block_tokens] token ids."""
+    block_tokens: int
+
+
+@dataclass(frozen=True)
+class Removed:
+    """An engine has dropped blocks, named by its own hashes."""
+
+    blocks: Sequence[Hashable]
+
+
+@dataclass(frozen=True)
+class Cleared:
+    """An engine has dropped all blocks."""
+
+
+Event = Stored | Removed | Cleared
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Events of one replica that happened together."""
+
+    sequence: int
+    """Number of the batch: 0, 1, 2, ... since the replica's start."""
+    events: Sequence[Event]
+
+
+Replay = Callable[[int, int], Iterable[Batch]]
+"""Batches `first` to `last` of a replica, as far as it still has them."""
+
+
+@dataclass
+class _Source:
+    holder: int
+    namespace: int
+    replay: Replay | None
+    next: int = 0
+    """Sequence number of the next batch."""
+    known: dict[Hashable, tuple[int, int]] = field(default_factory=dict)
+    """The engine's hash of a block -> hash and depth of the prefix that ends with it."""
+    leases: dict[int, float] = field(default_factory=dict)
+    """Last block of an assumed prefix -> end of its lifetime."""
+
+
+@dataclass
+class Counters:
+    """What happened to events since the start."""
+
+    applied: int = 0
+    """Batches."""
+    late: int = 0
+    """Batches that had been applied before, and were ignored."""
+    lost: int = 0
+    """Batches that could not be replayed; each gap cleared its replica."""
+    orphans: int = 0
+    """Blocks stored after a block that the index does not know, and ignored."""
+
+
+class Residency:
+    """Keeps the index up to date. At most twice the index's capacity of engine hashes are kept."""
+
+    def __init__(self, index: PrefixIndex, hasher: Fingerprinter, *, capacity: int, lifetime_s: float) -> None:
+        """capacity: of the index, in blocks. lifetime_s: of assumptions."""
+        self._index, self._hasher = index, hasher
+        self._most, self._lifetime_s = 2 * capacity, lifetime_s
+        self._sources: dict[str, _Source] = {}
+        self._pairs = 0
+        self._ends: deque[tuple[float, _Source, int]] = deque()
+        """End of lifetime, replica and last block of assumptions, in order; those prolonged stand here twice."""
+        self.counters = Counters()
+
+    def add(self, name: str, place: int, namespace: int, replay: Replay | None = None) -> None:
+        """Begin with an empty replica. place: small integer of its own."""
+        self._sources[name] = _Source(2 * place, namespace, replay)
+
+    def remove(self, name: str) -> None:
+        """Forget a replica that is gone, or whose cache is."""
+        self.clear(name)
+        del self._sources[name]
+
+    def serve(self, name: str, namespace: int) -> None:
+        """Later events and assumptions are of another namespace, that of another policy for example."""
+        self._source(name).namespace = namespace
+
+    def clear(self, name: str) -> None:
+        """Forget all that the replica has."""
+        source = self._source(name)
+        self._index.remove([key for key, _ in source.known.values()], source.holder)
+        self._pairs -= len(source.known)
+        source.known.clear()
+        for tip in source.leases:
+            self._index.prune(tip, source.holder + 1, lambda key: False)
+        source.leases.clear()
+
+    def apply(self, name: str, batch: Batch) -> None:
+        """Apply a batch; those missing before it are replayed, or the replica is cleared first.
+
+        Batch 0 after others is a restart, and clears. Raises RouterError for an unknown replica and for blocks of
+        another size; the events before them stay applied.
+        """
+        source = self._source(name)
+        if batch.sequence == 0 and source.next:
+            self.clear(name)
+            source.next = 0
+        if batch.sequence < source.next:
+            self.counters.late += 1
+            return
+        if batch.sequence > source.next:
+            self._recover(name, source, batch.sequence)
+        self._apply(name, source, batch)
+
+    def _recover(self, name: str, source: _Source, until: int) -> None:
+        for batch in source.replay(source.next, until - 1) if source.replay is not None else ():
+            if batch.sequence != source.next or batch.sequence == until:
+                break
+            self._apply(name, source, batch)
+        missing = until - source.next
+        if missing:
+            self.clear(name)
+            self.counters.lost += missing
+            _log.warning("%s: %d batch(es) of cache events are lost: its cache counts as empty", name, missing)
+
+    def _apply(self, name: str, source: _Source, batch: Batch) -> None:
+        source.next = batch.sequence + 1
+        self.counters.applied += 1
+        for event in batch.events:
+            if isinstance(event, Stored):
+                self._stored(name, source, event)
+            elif isinstance(event, Removed):
+                found = [source.known.pop(block) for block in event.blocks if block in source.known]
+                self._pairs -= len(found)
+                self._index.remove([key for key, _ in found], source.holder)
+            else:
+                self.clear(name)
+
+    def _stored(self, name: str, source: _Source, event: Stored) -> None:
+        size = self._hasher.block_tokens
+        if event.block_tokens != size or len(event.tokens) != size * len(event.blocks):
+            raise RouterError(
+                f"{name} sent {len(event.tokens)} tokens for {len(event.blocks)} blocks of {event.block_tokens}, the"
+                f" router's blocks have {size}: set the router's block_tokens to the engine's block size, equal in all"
+                " replicas"
+            )
+        parent, depth = None, 0
+        if event.parent is not None:
+            before = source.known.get(event.parent)
+            if before is None:
+                self.counters.orphans += len(event.blocks)
+                return
+            parent, depth = before
+        hashes = self._hasher.prefixes(event.tokens, source.namespace if parent is None else parent, depth).tolist()
+        stored = self._index.store(hashes, source.holder, parent)
+        self.counters.orphans += len(hashes) - stored
+        before_count = len(source.known)
+        for block, key in zip(event.blocks[:stored], hashes, strict=False):
+            depth += 1
+            source.known[block] = (key, depth)
+        self._pairs += len(source.known) - before_count
+        while self._pairs > self._most:
+            oldest = next(iter(source.known))
+            self._index.remove([source.known.pop(oldest)[0]], source.holder)
+            self._pairs -= 1
+
+    def assume(self, name: str, hashes: npt.NDArray[np.uint64], depths: Sequence[tuple[int, int]], now: float) -> None:
+        """The replica is about to cache a prompt. depths: of its prefixes in the index."""
+        if not len(hashes):
+            return
+        source = self._source(name)
+        holder = source.holder + 1
+        depth = next((depth for depth, holders in depths if holders >> holder & 1), 0)
+        known = next((depth for depth, holders in depths if holders >> source.holder & 1), 0)
+        if known:
+            self._index.touch(hashes.item(known - 1))
+        parent = hashes.item(depth - 1) if depth else None
+        if not self._index.store(hashes[depth:].tolist(), holder, parent) and depth < len(hashes):
+            self._index.store(hashes.tolist(), holder)  # evicted since the choice
+        tip, end = hashes.item(len(hashes) - 1), now + self._lifetime_s
+        source.leases[tip] = end
+        self._ends.append((end, source, tip))
+
+    def expire(self, now: float) -> None:
+        """End the assumptions whose lifetime is over, and the oldest ones beyond the capacity."""
+        while self._ends and (self._ends[0][0] <= now or len(self._ends) > self._most):
+            end, source, tip = self._ends.popleft()
+            if source.leases.get(tip) == end:
+                del source.leases[tip]
+                self._index.prune(tip, source.holder + 1, source.leases.__contains__)
+
+    def _source(self, name: str) -> _Source:
+        source = self._sources.get(name)
+        if source is None:
+            raise RouterError(f"the router has no replica {name!r}: add it before its events and requests")
+        return source

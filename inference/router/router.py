@@ -1,0 +1,228 @@
+"""Router: chooses a replica for each prompt, and learns from what becomes of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict, Field
+
+from inference.errors import RouterError
+from inference.router.choice import cached_tokens, choose
+from inference.router.fingerprint import Fingerprinter, Namespace, Tokens, hash64
+from inference.router.index import PrefixIndex
+from inference.router.residency import Batch, Replay, Residency
+from inference.router.score import Columns, Slowness
+from inference.router.sessions import Session, Sessions
+
+_LENGTHS = 64
+"""Answers over which their mean length is taken."""
+
+
+class RouterConfig(BaseModel):
+    """Settings of a router."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    block_tokens: int = Field(default=16, ge=1, le=65536)
+    """Tokens of a block of the engines' prefix caches."""
+    blocks: int = Field(default=1_000_000, ge=1, le=1 << 30)
+    """Blocks that the index knows at most."""
+    assumed_s: float = Field(default=600.0, gt=0)
+    """Seconds for which a prompt counts as cached by the replica that it was sent to, unless events say so."""
+    sessions: int = Field(default=100_000, ge=1)
+    """Open sessions that are known at most."""
+    key: str = ""
+    """Secret of the routers of a fleet, against prompts made to have equal hashes."""
+
+
+@dataclass(eq=False)
+class Decision:
+    """Where one request goes. Router.begin counts it as in flight, Router.finish ends that."""
+
+    replica: str
+    prompt: int
+    """Tokens."""
+    output: int
+    """Tokens that are expected to be sampled."""
+    cached: int
+    """Tokens of the prompt that the replica is expected to have."""
+    cost_s: float
+    """Estimated seconds until the answer."""
+    place: int
+    hashes: npt.NDArray[np.uint64]
+    depths: list[tuple[int, int]]
+    session: Session | None
+    ahead: int = 0
+    """Prompt tokens of earlier requests to compute before."""
+
+
+class Router:
+    """Decides locally and at once. Belongs to one thread."""
+
+    def __init__(
+        self, namespace: Namespace, config: RouterConfig | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """namespace: of the policy that replicas serve. clock: seconds."""
+        self._config = config or RouterConfig()
+        self._namespace = namespace.value
+        self._clock = clock
+        self._hasher = Fingerprinter(self._config.block_tokens, self._config.key)
+        self.index = PrefixIndex(self._config.blocks)
+        self.residency = Residency(
+            self.index, self._hasher, capacity=self._config.blocks, lifetime_s=self._config.assumed_s
+        )
+        self.sessions = Sessions(self._hasher, self._config.sessions)
+        self._columns = Columns()
+        self._names: list[str | None] = []
+        self._places: dict[str, int] = {}
+        self._slowness: dict[str, Slowness] = {}
+        self._length: float | None = None
+        """Mean tokens of an answer."""
+        self._open: dict[str, set[Decision]] = {}
+        """Requests in flight of each replica."""
+
+    @property
+    def replicas(self) -> list[str]:
+        """Names of the replicas."""
+        return list(self._places)
+
+    def add(self, name: str, room: float = np.inf, replay: Replay | None = None) -> None:
+        """A replica serves, its cache is empty. room: tokens that it holds. Raises RouterError for a known name.
+
+        A replica that was here before is as slow as then, a new one as fast as the others.
+        """
+        if name in self._places:
+            raise RouterError(f"the router has the replica {name!r} already: remove it first")
+        place = self._names.index(None) if None in self._names else len(self._names)
+        self._names[place : place + 1] = [name]
+        self._places[name], self._open[name] = place, set()
+        slowness = self._slowness.setdefault(name, Slowness())
+        self._columns.add(place, hash64(name), room, slowness.value)
+        self.residency.add(name, place, self._namespace, replay)
+
+    def remove(self, name: str) -> None:
+        """A replica serves no more, and its cache is lost. Its requests count no more; they may still be finished."""
+        place = self._place(name)
+        self.residency.remove(name)
+        self.sessions.leave(place)
+        self._columns.drop(place)
+        self._names[place] = None
+        del self._places[name], self._open[name]
+
+    def keep(self, serving: Collection[str]) -> None:
+        """Remove the replicas that are not among `serving`."""
+        for name in set(self._places) - set(serving):
+            self.remove(name)
+
+    def route(
+        self, prompt: Tokens, serving: Collection[str], *, max_tokens: int, session: str | None = None
+    ) -> Decision:
+        """Choose among exactly the replicas `serving`, and begin. See `choose`."""
+        self.keep(serving)
+        for name in serving:
+            if name not in self._places:
+                self.add(name)
+        decision = self.choose(prompt, max_tokens=max_tokens, session=session)
+        self.begin(decision)
+        return decision
+
+    def serve(self, namespace: Namespace) -> None:
+        """All replicas serve another policy: nothing cached before is found any more."""
+        self._namespace = namespace.value
+        for name in self._places:
+            self.residency.serve(name, self._namespace)
+
+    def apply(self, name: str, batch: Batch) -> None:
+        """Apply cache events of a replica. See Residency.apply."""
+        self.residency.apply(name, batch)
+
+    def choose(
+        self, prompt: Tokens, *, max_tokens: int, session: str | None = None, group: str | None = None
+    ) -> Decision:
+        """Replica for a request. Pass the decision to `begin` before the next choice.
+
+        prompt: token ids; an int32 array is faster than a list. max_tokens: most tokens to sample. session: name of a
+        conversation whose prompts continue each other. group: name of requests with a common prompt; None: those with
+        an equal one. Raises RouterError without replicas.
+        """
+        if not self._places:
+            raise RouterError("the router has no replica that serves: add one, or wait for one")
+        columns, found, stay = self._columns, None, -1
+        if session is None:
+            hashes = self._hasher.prefixes(prompt, self._namespace)
+        else:
+            found = self._session(session, prompt)
+            hashes, stay = found.chain.hashes, found.place
+        output = max_tokens if self._length is None else min(max_tokens, int(self._length))
+        depths = self.index.depths(hashes)
+        cached, uniform = cached_tokens(depths, columns, self._config.block_tokens)
+        if group is not None:
+            meeting = hash64(group)
+        else:
+            meeting = hashes.item(len(hashes) - 1) if len(hashes) else hash64(str(list(prompt)))
+        place, cost = choose(columns, len(prompt), output, cached, uniform, meeting, stay)
+        name = self._names[place]
+        assert name is not None, "free places are never chosen"
+        had = int(cached.item(place))
+        return Decision(name, len(prompt), output, had, cost, place, hashes, depths, found)
+
+    def begin(self, decision: Decision) -> None:
+        """The request is sent: it counts as in flight until `finish`, and its prompt as cached there from now on."""
+        place, now = decision.place, self._clock()
+        if self._places.get(decision.replica) != place:
+            raise RouterError(f"replica {decision.replica!r} was removed since it was chosen: choose again")
+        self._open[decision.replica].add(decision)
+        decision.ahead = int(self._columns.computing[place])
+        self._columns.load(place, decision.prompt + decision.output, decision.prompt - decision.cached)
+        if decision.session is not None:
+            self._move(decision.session, place, decision.prompt)
+        self.residency.expire(now)
+        self.residency.assume(decision.replica, decision.hashes, decision.depths, now)
+
+    def finish(self, decision: Decision, *, seconds: float | None = None, sampled: int = 0) -> None:
+        """A request is over. seconds: that its answer took, with `sampled` tokens; None: it failed, learn nothing.
+
+        Idempotent.
+        """
+        place = decision.place
+        flying = self._open.get(decision.replica, set())
+        if decision not in flying:
+            return
+        flying.remove(decision)
+        computed = decision.prompt - decision.cached
+        self._columns.load(place, -decision.prompt - decision.output, -computed)
+        if seconds is not None:
+            self._length = sampled if self._length is None else self._length + (sampled - self._length) / _LENGTHS
+            rates, slowness = self._columns.rates, self._slowness[decision.replica]
+            slowness.learn(rates.expected(computed + decision.ahead, sampled), seconds)
+            rates.learn(computed + decision.ahead, sampled, seconds)
+            self._columns.slowness[place] = slowness.value
+
+    def end(self, session: str) -> None:
+        """A session comes back no more. Unknown ones are ignored."""
+        found = self.sessions.end(session)
+        if found is not None:
+            self._move(found, -1, 0)
+
+    def _session(self, name: str, prompt: Tokens) -> Session:
+        found, forgotten = self.sessions.find(name, prompt, self._namespace)
+        for each in forgotten:
+            self._move(each, -1, 0)
+        return found
+
+    def _move(self, session: Session, place: int, resident: int) -> None:
+        """The state of a session is now at `place`, or nowhere (-1)."""
+        if session.place >= 0:
+            self._columns.resident[session.place] -= session.resident
+        if place >= 0:
+            self._columns.resident[place] += resident
+        session.place, session.resident = place, resident
+
+    def _place(self, name: str) -> int:
+        if name not in self._places:
+            raise RouterError(f"the router has no replica {name!r}: it has {', '.join(self._places) or 'none'}")
+        return self._places[name]
