@@ -1,7 +1,7 @@
 """Engine for several vLLM servers of one policy.
 
 lease --> scale up (idle: scale) --> resolve addresses --> update every server, verify it --> spread calls over those
-                                                                                          that serve
+                                                              that serve, by what they have cached (inference.router)
 a call fails, or the watch finds a server dead, restarted or with another policy
   --> left out: never asked; its calls are repeated elsewhere --> updated and verified again in the background
 
@@ -23,12 +23,13 @@ from contracts.errors import InfraFault, TriplaneError
 from inference.engines.base import Completion, SamplingParams, StreamsWhole
 from inference.engines.config import VllmConfig
 from inference.engines.http import JsonClient
-from inference.engines.replica import Replica, choose
+from inference.engines.replica import Replica
 from inference.engines.scaling import Scale
 from inference.engines.vllm import VllmEngine
 from inference.engines.vllm_policy import PolicyDirectory, PolicyFiles, Preparer
 from inference.engines.vllm_update import put_to_sleep
 from inference.errors import EngineError, EngineStopped, EngineUnreachable, StaleVersion, WeightsDiffer
+from inference.router import Namespace, Router
 
 T = TypeVar("T")
 TRIES = 3
@@ -47,6 +48,7 @@ class FleetEngine(StreamsWhole):
     def __init__(self, config: VllmConfig, files: PolicyFiles) -> None:
         self._config, self._files = config, files
         self._preparer = Preparer(config)
+        self._router = Router(Namespace(files.version))
         self._replicas: dict[str, Replica] = {}
         self._misses: dict[str, int] = {}
         self._scale = Scale(config.statefulset) if config.statefulset is not None else None
@@ -58,12 +60,14 @@ class FleetEngine(StreamsWhole):
         self._closed = False
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
-        """See Engine.generate. Turns of an episode, which have the same seed, go to the same server."""
-        return await self._call(lambda engine: engine.generate(prompt_ids, params), params.seed)
+        """See Engine.generate. Turns of an episode, which have the same seed, are a session of the router."""
+        return await self._call(
+            lambda engine: engine.generate(prompt_ids, params), prompt_ids, params.max_tokens, str(params.seed)
+        )
 
     async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> list[float]:
         """See Engine.score. As VllmEngine.score."""
-        return await self._call(lambda engine: engine.score(token_ids, temperature), sum(token_ids[:64]))
+        return await self._call(lambda engine: engine.score(token_ids, temperature), token_ids, 1, None)
 
     async def load_weights(self, directory: Path, version: str) -> None:
         """See Engine.load_weights. Servers that can't are left out; raises EngineError if none can."""
@@ -76,7 +80,7 @@ class FleetEngine(StreamsWhole):
 
     async def version(self) -> str:
         """See Engine.version. Updates the servers first; at least one serves the version that is returned."""
-        await self._chosen(0)
+        await self._serving()
         return self._files.version
 
     async def close(self) -> None:
@@ -92,29 +96,42 @@ class FleetEngine(StreamsWhole):
         """Addresses of the servers that serve the policy."""
         return [each.url for each in self._replicas.values() if each.serves]
 
-    async def _call(self, call: Callable[[VllmEngine], Coroutine[Any, Any, T]], episode: int) -> T:
+    async def _call(
+        self,
+        call: Callable[[VllmEngine], Coroutine[Any, Any, T]],
+        prompt: Sequence[int],
+        max_tokens: int,
+        session: str | None,
+    ) -> T:
         for attempt in range(1, TRIES + 1):
-            replica = await self._chosen(episode)
+            serving = await self._serving()
+            decision = self._router.route(prompt, [*serving], max_tokens=max_tokens, session=session)
+            replica, began = serving[decision.replica], time.monotonic()
             try:
-                return await replica.ask(call(replica.engine))
+                result = await replica.ask(call(replica.engine))
+                sampled = len(result.token_ids) if isinstance(result, Completion) else 0
+                self._router.finish(decision, seconds=time.monotonic() - began, sampled=sampled)
+                return result
             except (EngineUnreachable, EngineStopped, StaleVersion, WeightsDiffer) as error:
                 if self._closed:
                     raise EngineStopped("the engine is closed: open another one") from error
                 self._leave_out(replica, error)
                 if attempt == TRIES:
                     raise
+            finally:
+                self._router.finish(decision)
         raise AssertionError("the loop returns or raises")
 
-    async def _chosen(self, episode: int) -> Replica:
-        """A server that serves, as soon as there is one. Raises EngineError if none does in time."""
+    async def _serving(self) -> dict[str, Replica]:
+        """The servers that serve, by address, as soon as there is one. Raises EngineError if none does in time."""
         await self._ready()
         deadline = time.monotonic() + self._config.startup_timeout_s
         while True:
             if self._closed:
                 raise EngineStopped("the engine is closed: open another one")
-            serving = [each for each in self._replicas.values() if each.serves]
+            serving = {url: each for url, each in self._replicas.items() if each.serves}
             if serving:
-                return choose(serving, episode)
+                return serving
             left = deadline - time.monotonic()
             if left <= 0 or all(each.is_given_up for each in self._replicas.values()):
                 raise self._nobody()
@@ -147,6 +164,7 @@ class FleetEngine(StreamsWhole):
     async def _update(self) -> None:
         """Make every server serve the policy. Raises EngineError with each server's fault if none does."""
         files, replicas = self._files, list(self._replicas.values())
+        self._router.serve(Namespace(files.version))
         for each in replicas:
             each.serves = False
             each.forgive()
@@ -235,6 +253,7 @@ class FleetEngine(StreamsWhole):
         if replica.serves:
             _log.warning("%s is left out until it is updated and verified again: %s", replica.url, error)
             replica.leave_out(error)
+            self._router.keep(self.serving())
             self._changed.set()
         self._rejoin()
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import math
 import random
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from contracts.errors import TriplaneError
@@ -20,8 +19,6 @@ from inference.engines.vllm_update import UNPROVEN
 from inference.errors import EngineUnreachable, StaleVersion
 
 T = TypeVar("T")
-BOUND = 1.25
-"""Largest load of a replica, as a multiple of the mean of those that serve."""
 STALE = 3
 """StaleVersion faults after which a server is given up until the next policy: another client uses it, and two clients
 would take it from each other for ever.
@@ -137,15 +134,3 @@ class Replica:
         await self.engine.close()
         if self._sidecar is not None:
             await self._sidecar.close()
-
-
-def choose(serving: Sequence[Replica], episode: int) -> Replica:
-    """Server for a turn of an episode: always the same one, whose prefix cache has earlier turns, unless it is busy.
-
-    Rendezvous hashing with bounded loads: a server that leaves or joins moves only its own episodes, and no server has
-    more than BOUND times the mean load (Mirrokni, Thorup, Zadimoghaddam: Consistent Hashing with Bounded Loads, 2018).
-    serving: not empty.
-    """
-    limit = math.ceil(BOUND * (sum(each.in_flight for each in serving) + 1) / len(serving))
-    free = [each for each in serving if each.in_flight < limit]
-    return max(free, key=lambda each: hashlib.blake2b(f"{episode} {each.url}".encode(), digest_size=8).digest())
