@@ -59,17 +59,19 @@ def cached_tokens(depths: Sequence[tuple[int, int]], columns: Columns, block_tok
 
     The most counts of what a replica's events say and what is assumed.
     """
-    cached, seen = np.zeros(len(columns.tokens)), 0
-    for depth, holders in depths:  # ascending: the later one of a replica's two holders is the deeper
-        cached[_places(holders)] = depth * block_tokens
-        seen |= holders
-    if len(_places(seen)) < columns.count:
-        return cached, not depths
-    serving = cached[columns.tokens != np.inf]
-    return cached, bool((serving == serving[0]).all())
+    cached, left = np.zeros(len(columns.tokens)), 0
+    for _, holders in depths:
+        left |= holders
+    most = 0
+    for depth, holders in depths:  # those deeper are set again: their sets are seen more often than those ending here
+        places = _places((left | left >> 1) & columns.even)
+        cached[places] = depth * block_tokens
+        most = len(places)
+        left &= ~holders
+    return cached, most in (0, columns.count)
 
 
 @functools.lru_cache(4096)
-def _places(holders: int) -> npt.NDArray[np.intp]:
-    """Places of the replicas of a set of holders."""
-    return np.array([place for place in range(holders.bit_length() + 1 >> 1) if holders >> 2 * place & 3], np.intp)
+def _places(evens: int) -> npt.NDArray[np.intp]:
+    """Places of replicas, from a set of their first holders."""
+    return np.array([place for place in range(evens.bit_length() + 1 >> 1) if evens >> 2 * place & 1], np.intp)

@@ -1,10 +1,12 @@
 """Fingerprints of prompts: one 64-bit hash for each prefix of whole blocks.
 
-With tokens t, keyed odd a and c, and the namespace's hash N, modulo 2**64:
+With pairs of tokens t, keyed odd a and c, and the namespace's hash N, modulo 2**64:
 
-    s = a' + sum_j a_j t_j    l = s ^ (s >> 32)     of a block
-    p_i = N + sum_{k <= i} c_k l_k                  of the prefix that ends with block i
+    s = a' + sum_j a_j (t_2j + 2**32 t_2j+1)    l = s ^ (s >> 32)     of a block
+    p_i = N + sum_{k <= i} c_k l_k                                    of the prefix that ends with block i
 
+Pairs need half the products, and no copy of the tokens. Blocks that differ in one token never have equal sums; those
+that differ in several tokens, only at odd places and by multiples of 2**v, have with probability 2**(v - 31) at most.
 Two prefixes of equal hash cost a wrong route, never a wrong token: engines compare tokens or their own hashes.
 """
 
@@ -54,26 +56,31 @@ class Fingerprinter:
         if block_tokens < 1:
             raise RouterError(f"block_tokens={block_tokens}: must be at least 1, the block size of the engines")
         self.block_tokens = block_tokens
-        odd = _odd(f"tokens {key}", block_tokens + 1)
-        self._shift, self._tokens = odd[0], odd[1:]
+        odd = _odd(f"tokens {key}", 1 + (block_tokens + 1) // 2)
+        self._shift, self._pairs = odd[0], odd[1:]
         self._seed = f"blocks {key}"
         self._blocks = _odd(self._seed, 4096)
 
     def prefixes(self, tokens: Tokens, parent: int, depth: int = 0) -> npt.NDArray[np.uint64]:
         """[len(tokens) // block_tokens] hashes of the prefixes that end with each whole block of `tokens`.
 
-        parent: hash of the prefix before `tokens`, of `depth` blocks; the namespace's value at depth 0.
+        parent: hash of the prefix before `tokens`, of `depth` blocks; the namespace's value at depth 0. Raises
+        RouterError for what is no token id.
         """
         count = len(tokens) // self.block_tokens
         while len(self._blocks) < depth + count:
             self._blocks = _odd(self._seed, 2 * len(self._blocks))
-        wide = np.asarray(tokens[: count * self.block_tokens]).astype(np.uint64).reshape(count, self.block_tokens)
-        blocks = wide @ self._tokens
+        whole = np.ascontiguousarray(_int32(tokens[: count * self.block_tokens]))
+        if self.block_tokens % 2:
+            whole = np.pad(whole.reshape(count, self.block_tokens), ((0, 0), (0, 1)))
+        pairs = whole.reshape(count, 2 * len(self._pairs)).view("<u8")
+        blocks: npt.NDArray[np.uint64] = self._pairs @ pairs.T
         blocks += self._shift
         blocks ^= blocks >> _FOLD
         blocks *= self._blocks[depth : depth + count]
         blocks[:1] += np.uint64(parent)
-        return blocks.cumsum(out=blocks)
+        np.cumsum(blocks, out=blocks)
+        return blocks
 
 
 class Chain:
@@ -101,7 +108,7 @@ class Chain:
         """
         size, blocks = self._hasher.block_tokens, self._blocks
         start = max(0, blocks - 1) * size
-        tail = np.asarray(prompt[start:], np.int32)
+        tail = _int32(prompt[start:])
         if len(prompt) < self.tokens or tail[: self.tokens - start].tobytes() != self._recent:
             return False
         if len(prompt) >= (blocks + 1) * size:
@@ -115,6 +122,14 @@ class Chain:
             tail = tail[(end - 1) * size - start :]
         self._recent, self.tokens = tail.tobytes(), len(prompt)
         return True
+
+
+def _int32(tokens: Tokens) -> npt.NDArray[np.int32]:
+    """Token ids as little-endian int32. Raises RouterError for what is no token id."""
+    try:
+        return np.asarray(tokens, "<i4")
+    except (OverflowError, ValueError, TypeError) as error:
+        raise RouterError(f"a prompt holds what is no token id ({error}): send integers in [0, 2**31)") from None
 
 
 def _odd(seed: str, count: int) -> npt.NDArray[np.uint64]:

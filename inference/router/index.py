@@ -17,6 +17,8 @@ from inference.errors import RouterError
 
 _EVICTED = 64
 """One in this many blocks is evicted at once, at the cap: finding the cheapest looks at all of them."""
+_SETS = 1 << 16
+"""Different sets of holders that are shared at most."""
 _NONE = -1
 
 
@@ -30,12 +32,17 @@ class PrefixIndex:
         self._slots: dict[int, int] = {}
         self._keys: list[int] = []
         self._held: list[int] = []
-        self._reach: list[int] = []
-        """Of each slot: the holders that have this block, and those that have all blocks up to it."""
+        """Of each slot: the holders that have this block."""
+        self._reach: dict[int, int] = {}
+        """Hash -> the holders that have all blocks up to this one. Not a column: a lookup touches less memory."""
         self._parent, self._child, self._next, self._previous = array("i"), array("i"), array("i"), array("i")
+        self._depth = array("i")
+        """Blocks of the prefix."""
         self._used = array("q")
         """Time of the last use, in calls; 0: the slot is free."""
         self._free: list[int] = []
+        self._sets: dict[int, int] = {}
+        """Sets of holders by themselves: equal ones are one object, which takes less memory and is at hand."""
         self._now = 0
         self.evicted = 0
         """Blocks evicted at the cap so far."""
@@ -48,32 +55,43 @@ class PrefixIndex:
         """Whether the prefix is known."""
         return key in self._slots
 
-    def depths(self, hashes: npt.NDArray[np.uint64]) -> list[tuple[int, int]]:
+    def depths(self, hashes: npt.NDArray[np.uint64], hints: Sequence[int] = ()) -> list[tuple[int, int]]:
         """(depth, holders) for each depth at which the prefix of some holders ends, in blocks, ascending.
 
-        hashes: of the prefixes of a prompt. Holders of nothing are left out.
+        hashes: of the prefixes of a prompt. hints: depths that were found for a shorter one, ascending; they save
+        lookups. Holders of nothing are left out.
         """
         if not len(hashes):
             return []
-        find, key, reach = self._slots.get, hashes.item, self._reach
-        slot = find(key(0))
-        mask = 0 if slot is None else reach[slot]
-        low, found = 0, []
-        ends = [(len(hashes), 0)]
+        reach, key = self._reach.get, hashes.item
+        mask, low, found = reach(key(0), 0), 0, []
+        ends, guesses = [(len(hashes), 0)], iter(hints)
+        guess = 0
         while mask:
             high, beyond = ends.pop()
+            if beyond == mask:
+                low = high
+                continue
+            while guess <= low:
+                guess = next(guesses, len(hashes) + 1)
             while high - low > 1:
-                middle = (low + high) >> 1
-                slot = find(key(middle))
-                here = 0 if slot is None else reach[slot]
+                middle = guess if guess < high else guess - 1 if low < guess - 1 < high else low + high >> 1
+                here = reach(key(middle), 0)
                 if here == mask:
                     low = middle
+                    while guess <= low:
+                        guess = next(guesses, len(hashes) + 1)
                 else:
                     ends.append((high, beyond))
                     high, beyond = middle, here
             found.append((high, mask & ~beyond))
             low, mask = high, beyond
         return found
+
+    def depth(self, key: int) -> int:
+        """Blocks of a prefix; 0: unknown."""
+        slot = self._slots.get(key, _NONE)
+        return 0 if slot == _NONE else self._depth[slot]
 
     def touch(self, key: int) -> None:
         """Note a use of the prefix, if it is known."""
@@ -93,26 +111,25 @@ class PrefixIndex:
         lacking = len(self._slots) + len(keys) - self._capacity
         if lacking > 0:
             self._evict(max(lacking, self._capacity // _EVICTED))
-        above, bit = _NONE, 1 << holder
+        above, bit = _NONE, self._one(1 << holder)
         if parent is not None:
             above = self._slots.get(parent, _NONE)
             if above == _NONE:
                 return 0
-        reaches = above == _NONE or self._reach[above] & bit
+        reach = self._reach
+        reaches = above == _NONE or reach[parent] & bit  # type: ignore[index]
         self._now += 1
         for key in keys:
             slot = self._slots.get(key, _NONE)
             if slot == _NONE:
                 slot = self._add(key, above)
-                self._held[slot] = bit
-                if reaches:
-                    self._reach[slot] = bit
+                self._held[slot], reach[key] = bit, bit if reaches else 0
             elif not self._held[slot] & bit:
-                self._held[slot] |= bit
+                self._held[slot] = self._one(self._held[slot] | bit)
                 if reaches:
                     self._set_reach(slot, bit)
             self._used[slot] = self._now
-            above, reaches = slot, self._reach[slot] & bit
+            above, reaches = slot, reach[key] & bit
         return len(keys)
 
     def remove(self, keys: Sequence[int], holder: int) -> None:
@@ -137,8 +154,8 @@ class PrefixIndex:
             self._take(slot, bit)
 
     def _take(self, slot: int, bit: int) -> None:
-        self._held[slot] &= ~bit
-        if self._reach[slot] & bit:
+        self._held[slot] = self._one(self._held[slot] & ~bit)
+        if self._reach[self._keys[slot]] & bit:
             self._clear_reach(slot, bit)
         while slot != _NONE and not self._held[slot] and self._child[slot] == _NONE:
             slot = self._delete(slot)
@@ -148,7 +165,7 @@ class PrefixIndex:
         stack = [slot]
         while stack:
             slot = stack.pop()
-            self._reach[slot] |= bit
+            self._reach[self._keys[slot]] = self._one(self._reach[self._keys[slot]] | bit)
             child = self._child[slot]
             while child != _NONE:
                 if self._held[child] & bit:
@@ -159,12 +176,18 @@ class PrefixIndex:
         stack = [slot]
         while stack:
             slot = stack.pop()
-            self._reach[slot] &= ~bit
+            self._reach[self._keys[slot]] = self._one(self._reach[self._keys[slot]] & ~bit)
             child = self._child[slot]
             while child != _NONE:
-                if self._reach[child] & bit:
+                if self._reach[self._keys[child]] & bit:
                     stack.append(child)
                 child = self._next[child]
+
+    def _one(self, holders: int) -> int:
+        """The one object for this set."""
+        if len(self._sets) > _SETS:
+            self._sets.clear()
+        return self._sets.setdefault(holders, holders)
 
     def _add(self, key: int, above: int) -> int:
         if self._free:
@@ -173,14 +196,14 @@ class PrefixIndex:
         else:
             slot = len(self._keys)
             self._keys.append(key)
-            for masks in (self._held, self._reach):
-                masks.append(0)
-            for column in (self._parent, self._child, self._next, self._previous, self._used):
+            self._held.append(0)
+            for column in (self._parent, self._child, self._next, self._previous, self._depth, self._used):
                 column.append(_NONE)
         self._slots[key] = slot
         self._parent[slot], self._child[slot], self._previous[slot] = above, _NONE, _NONE
-        after = _NONE
+        after, self._depth[slot] = _NONE, 1
         if above != _NONE:
+            self._depth[slot] += self._depth[above]
             after, self._child[above] = self._child[above], slot
         self._next[slot] = after
         if after != _NONE:
@@ -198,8 +221,8 @@ class PrefixIndex:
             self._child[above] = after
         if above != _NONE:
             self._used[above] = max(self._used[above], self._used[slot])
-        del self._slots[self._keys[slot]]
-        self._keys[slot] = self._held[slot] = self._reach[slot] = self._used[slot] = 0
+        del self._slots[self._keys[slot]], self._reach[self._keys[slot]]
+        self._keys[slot] = self._held[slot] = self._used[slot] = 0
         self._free.append(slot)
         return above
 

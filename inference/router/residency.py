@@ -18,6 +18,9 @@ from inference.errors import RouterError
 from inference.router.fingerprint import Fingerprinter, Tokens
 from inference.router.index import PrefixIndex
 
+_UNKNOWN = -1
+_PAIRS = 4
+"""Engine hashes that are kept for each block of the index, at most: its copies at replicas."""
 _log = logging.getLogger(__name__)
 
 
@@ -69,8 +72,8 @@ class _Source:
     replay: Replay | None
     next: int = 0
     """Sequence number of the next batch."""
-    known: dict[Hashable, tuple[int, int]] = field(default_factory=dict)
-    """The engine's hash of a block -> hash and depth of the prefix that ends with it."""
+    known: dict[Hashable, int] = field(default_factory=dict)
+    """The engine's hash of a block -> hash of the prefix that ends with it."""
     leases: dict[int, float] = field(default_factory=dict)
     """Last block of an assumed prefix -> end of its lifetime."""
 
@@ -90,12 +93,12 @@ class Counters:
 
 
 class Residency:
-    """Keeps the index up to date. At most twice the index's capacity of engine hashes are kept."""
+    """Keeps the index up to date. At most _PAIRS engine hashes are kept for each block of its capacity."""
 
     def __init__(self, index: PrefixIndex, hasher: Fingerprinter, *, capacity: int, lifetime_s: float) -> None:
         """capacity: of the index, in blocks. lifetime_s: of assumptions."""
         self._index, self._hasher = index, hasher
-        self._most, self._lifetime_s = 2 * capacity, lifetime_s
+        self._most, self._lifetime_s = _PAIRS * capacity, lifetime_s
         self._sources: dict[str, _Source] = {}
         self._pairs = 0
         self._ends: deque[tuple[float, _Source, int]] = deque()
@@ -118,7 +121,7 @@ class Residency:
     def clear(self, name: str) -> None:
         """Forget all that the replica has."""
         source = self._source(name)
-        self._index.remove([key for key, _ in source.known.values()], source.holder)
+        self._index.remove([*source.known.values()], source.holder)
         self._pairs -= len(source.known)
         source.known.clear()
         for tip in source.leases:
@@ -162,7 +165,7 @@ class Residency:
             elif isinstance(event, Removed):
                 found = [source.known.pop(block) for block in event.blocks if block in source.known]
                 self._pairs -= len(found)
-                self._index.remove([key for key, _ in found], source.holder)
+                self._index.remove(found, source.holder)
             else:
                 self.clear(name)
 
@@ -174,24 +177,20 @@ class Residency:
                 f" router's blocks have {size}: set the router's block_tokens to the engine's block size, equal in all"
                 " replicas"
             )
-        parent, depth = None, 0
-        if event.parent is not None:
-            before = source.known.get(event.parent)
-            if before is None:
-                self.counters.orphans += len(event.blocks)
-                return
-            parent, depth = before
+        parent = None if event.parent is None else source.known.get(event.parent, _UNKNOWN)
+        depth = 0 if parent is None else self._index.depth(parent)
+        if parent is not None and not depth:
+            self.counters.orphans += len(event.blocks)
+            return
         hashes = self._hasher.prefixes(event.tokens, source.namespace if parent is None else parent, depth).tolist()
         stored = self._index.store(hashes, source.holder, parent)
         self.counters.orphans += len(hashes) - stored
-        before_count = len(source.known)
-        for block, key in zip(event.blocks[:stored], hashes, strict=False):
-            depth += 1
-            source.known[block] = (key, depth)
-        self._pairs += len(source.known) - before_count
+        before = len(source.known)
+        source.known.update(zip(event.blocks[:stored], hashes, strict=False))
+        self._pairs += len(source.known) - before
         while self._pairs > self._most:
             oldest = next(iter(source.known))
-            self._index.remove([source.known.pop(oldest)[0]], source.holder)
+            self._index.remove([source.known.pop(oldest)], source.holder)
             self._pairs -= 1
 
     def assume(self, name: str, hashes: npt.NDArray[np.uint64], depths: Sequence[tuple[int, int]], now: float) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,7 +39,7 @@ class RouterConfig(BaseModel):
     """Secret of the routers of a fleet, against prompts made to have equal hashes."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Decision:
     """Where one request goes. Router.begin counts it as in flight, Router.finish ends that."""
 
@@ -152,13 +152,16 @@ class Router:
         if not self._places:
             raise RouterError("the router has no replica that serves: add one, or wait for one")
         columns, found, stay = self._columns, None, -1
+        hints: Sequence[int] = ()
         if session is None:
             hashes = self._hasher.prefixes(prompt, self._namespace)
         else:
             found = self._session(session, prompt)
-            hashes, stay = found.chain.hashes, found.place
+            hashes, stay, hints = found.chain.hashes, found.place, found.depths
         output = max_tokens if self._length is None else min(max_tokens, int(self._length))
-        depths = self.index.depths(hashes)
+        depths = self.index.depths(hashes, hints)
+        if found is not None:
+            found.depths = [*(depth for depth, _ in depths), len(hashes)]
         cached, uniform = cached_tokens(depths, columns, self._config.block_tokens)
         if group is not None:
             meeting = hash64(group)
@@ -184,7 +187,8 @@ class Router:
         self.residency.assume(decision.replica, decision.hashes, decision.depths, now)
 
     def finish(self, decision: Decision, *, seconds: float | None = None, sampled: int = 0) -> None:
-        """A request is over. seconds: that its answer took, with `sampled` tokens; None: it failed, learn nothing.
+        """A request is over. seconds: that its answer took, with `sampled` tokens, or none if it only scored
+        the prompt; None: it failed, learn nothing.
 
         Idempotent.
         """
@@ -196,7 +200,8 @@ class Router:
         computed = decision.prompt - decision.cached
         self._columns.load(place, -decision.prompt - decision.output, -computed)
         if seconds is not None:
-            self._length = sampled if self._length is None else self._length + (sampled - self._length) / _LENGTHS
+            if sampled:
+                self._length = sampled if self._length is None else self._length + (sampled - self._length) / _LENGTHS
             rates, slowness = self._columns.rates, self._slowness[decision.replica]
             slowness.learn(rates.expected(computed + decision.ahead, sampled), seconds)
             rates.learn(computed + decision.ahead, sampled, seconds)

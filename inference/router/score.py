@@ -83,6 +83,8 @@ class Columns:
         """Hashes of the replicas' names."""
         self.total = 0.0
         """Tokens in flight everywhere."""
+        self.even = 0
+        """Set of the first holders of all places."""
         self.count = 0
         """Replicas."""
         self.finite = False
@@ -94,6 +96,7 @@ class Columns:
             for column in ("slowness", "tokens", "computing", "resident", "room"):
                 setattr(self, column, np.append(getattr(self, column), 0.0))
             self.names = np.append(self.names, np.uint64(0))
+        self.even = ((1 << 2 * len(self.tokens)) - 1) // 3
         self.names[place], self.room[place], self.slowness[place] = name, room, slowness
         self.tokens[place] = self.computing[place] = self.resident[place] = 0.0
         self.count += 1

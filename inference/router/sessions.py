@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from inference.router.fingerprint import Chain, Fingerprinter, Tokens
@@ -16,6 +17,8 @@ class Session:
     chain: Chain
     place: int = -1
     """Of the replica of its last turn; -1: none."""
+    depths: Sequence[int] = ()
+    """Of its last prompt in the index, in blocks, ascending, and the blocks of that prompt, which are cached since."""
     resident: int = 0
     """Its tokens that count as resident there."""
 

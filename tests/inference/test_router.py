@@ -166,6 +166,23 @@ def test_wrong_replicas_are_named() -> None:
         made.choose([1], max_tokens=1)
 
 
+@pytest.mark.parametrize("session", [None, "a"])
+@pytest.mark.parametrize("prompt", [[1, 2, 3, 2**31], [1, None, 2, 3], ["a", "b", "c", "d"]])
+def test_prompt_without_token_ids_is_refused(prompt: list[int], session: str | None) -> None:
+    made = router(2)
+    with pytest.raises(RouterError, match="no token id"):
+        made.choose(prompt, max_tokens=1, session=session)
+    assert made.choose([1, 2, 3, 4], max_tokens=1, session=session).prompt == 4
+
+
+def test_expected_output_is_learned_from_answers_that_sample() -> None:
+    made = router(1)
+    assert made.choose([1], max_tokens=500).output == 500
+    for sampled in (20, 0, 20):
+        made.finish(send(made, [1], 500), seconds=0.5, sampled=sampled)
+    assert made.choose([1], max_tokens=500).output == 20 and made.choose([1], max_tokens=5).output == 5
+
+
 def test_nothing_is_cached_after_another_policy() -> None:
     made, prompt = router(3), list(range(40))
     made.finish(send(made, prompt, session="a"), seconds=0.1, sampled=4)

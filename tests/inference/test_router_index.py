@@ -49,17 +49,20 @@ def test_prefixes_differ_by_tokens_order_depth_and_namespace() -> None:
 
 
 def test_hashes_are_exact_sums() -> None:
-    hasher = Fingerprinter(3, key="secret")
-    tokens = [5, 0, 199_999, 7, 7, 7]
-    total, expected = ROOT, []
-    for block in range(2):
-        part = tokens[3 * block : 3 * block + 3]
-        mixed = int(hasher._shift) + sum(int(a) * t for a, t in zip(hasher._tokens, part, strict=True))
-        mixed %= 1 << 64
-        total = (total + int(hasher._blocks[block]) * (mixed ^ mixed >> 32)) % (1 << 64)
-        expected.append(total)
-    assert hasher.prefixes(tokens, ROOT).tolist() == expected
-    assert Fingerprinter(3).prefixes(tokens, ROOT).tolist() != expected
+    for size in (3, 4):
+        hasher = Fingerprinter(size, key="secret")
+        tokens = [5, 0, 199_999, 7, 7, 7, 8, 2**31 - 1]
+        total, expected = ROOT, []
+        for block in range(len(tokens) // size):
+            part = [*tokens[size * block : size * (block + 1)], 0]
+            pairs = [low + (high << 32) for low, high in zip(part[::2], part[1::2], strict=False)]
+            mixed = int(hasher._shift) + sum(int(a) * pair for a, pair in zip(hasher._pairs, pairs, strict=True))
+            mixed %= 1 << 64
+            total = (total + int(hasher._blocks[block]) * (mixed ^ mixed >> 32)) % (1 << 64)
+            expected.append(total)
+        assert hasher.prefixes(tokens, ROOT).tolist() == expected
+        assert hasher.prefixes(np.array([1, *tokens], np.int32)[1:], ROOT).tolist() == expected
+        assert Fingerprinter(size).prefixes(tokens, ROOT).tolist() != expected
     with pytest.raises(RouterError, match="block_tokens=0"):
         Fingerprinter(0)
 
@@ -76,9 +79,9 @@ CHANGE = st.tuples(st.sampled_from(["store", "remove"]), st.integers(0, 3), PROM
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.lists(CHANGE, max_size=25), st.lists(PROMPT, min_size=1, max_size=5))
+@given(st.lists(CHANGE, max_size=25), st.lists(PROMPT, min_size=1, max_size=5), st.sets(st.integers(0, 8)).map(sorted))
 def test_depths_are_those_of_the_reference(
-    changes: list[tuple[str, int, list[int], int]], prompts: list[list[int]]
+    changes: list[tuple[str, int, list[int], int]], prompts: list[list[int]], hints: list[int]
 ) -> None:
     index, reference = PrefixIndex(1000), ReferenceCaches(SIZE)
     for what, holder, tokens, start in changes:
@@ -95,7 +98,9 @@ def test_depths_are_those_of_the_reference(
             if known:
                 reference.store(holder, prefixes[start:])
         for prompt in [*prompts, tokens]:
-            assert as_dict(index.depths(HASHER.prefixes(prompt, ROOT))) == reference.depths(prompt)
+            found = index.depths(HASHER.prefixes(prompt, ROOT))
+            assert as_dict(found) == reference.depths(prompt) and all(mask for _, mask in found)
+            assert found == index.depths(HASHER.prefixes(prompt, ROOT), hints)
     for holder in range(4):
         index.remove([key for held in reference.held.get(holder, ()) for key in keys(list(held))[-1:]], holder)
     assert len(index) == 0 and sum(index._held) == 0
