@@ -33,7 +33,7 @@ def choose(
     64-bit hash. stay: place of the session's replica, or -1.
     """
     costs = columns.costs(prompt, output, cached)
-    bound = BOUND * (columns.total + prompt + output) / columns.count
+    bound = BOUND * (columns.total + max(1, prompt + output)) / columns.count
     costs[columns.tokens >= bound] = np.inf
     best = int(costs.argmin())
     least = costs.item(best)

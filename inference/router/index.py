@@ -231,7 +231,9 @@ class PrefixIndex:
         while count > 0:
             used = np.array(self._used)
             leaves = np.flatnonzero((np.array(self._child) == _NONE) & (used > 0))
-            leaves = leaves[np.argsort(used[leaves], kind="stable")][:count]
+            if len(leaves) > count:
+                leaves = leaves[np.argpartition(used[leaves], count)[:count]]
+            leaves = leaves[np.argsort(used[leaves], kind="stable")]
             newest = used[leaves[-1]]
             for leaf in leaves.tolist():
                 slot = leaf

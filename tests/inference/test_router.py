@@ -69,6 +69,14 @@ def test_load_is_bounded_and_returns_to_zero(replicas: int, requests: list[tuple
     assert not made._columns.tokens.any() and not made._columns.computing.any() and made._columns.total == 0
 
 
+def test_empty_request_has_a_replica() -> None:
+    made = router(2)
+    made.remove("r0")
+    decision = made.choose([], max_tokens=0, session="a")
+    assert decision.replica == "r1" and decision.cached == 0
+    made.begin(decision)
+
+
 def test_cached_prompt_goes_to_its_replica() -> None:
     made, prompt = router(8), list(range(64))
     made.apply("r5", Batch(0, [Stored(list(range(16)), None, prompt, SIZE)]))

@@ -28,6 +28,7 @@ def as_dict(depths: list[tuple[int, int]]) -> dict[int, int]:
     return {place: depth for depth, mask in depths for place in range(mask.bit_length()) if mask >> place & 1}
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 200_000), max_size=70), st.integers(1, 9), st.lists(st.integers(0, 30), max_size=8))
 def test_chain_hashes_as_a_whole_prompt(tokens: list[int], size: int, cuts: list[int]) -> None:
     hasher = Fingerprinter(size)
@@ -106,6 +107,7 @@ def test_depths_are_those_of_the_reference(
     assert len(index) == 0 and sum(index._held) == 0
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 3), PROMPT), max_size=40), st.integers(1, 12))
 def test_index_at_its_cap_tells_nothing_untrue(stored: list[tuple[int, list[int]]], capacity: int) -> None:
     index, reference = PrefixIndex(capacity), ReferenceCaches(SIZE)
