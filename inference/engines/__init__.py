@@ -3,7 +3,7 @@
 `open_engine` picks one by its config. `builtin` runs on the CPU in a thread of this process. `openai` connects to a
 server. `vllm` loads each policy into a vLLM server and proves that it is served (vllm_update); it may start that server
 itself (vllm_keeper), or use several (fleet). `custom` calls a function that the config names. May import contracts,
-triplane_kernels and inference.errors.
+triplane_kernels, inference.router and inference.errors.
 """
 
 from __future__ import annotations
