@@ -147,6 +147,16 @@ def test_session_stays_and_its_turns_are_cached() -> None:
     assert not made._columns.resident.any()
 
 
+def test_session_stays_where_it_was_if_nothing_is_cached() -> None:
+    made = router(6)
+    first = send(made, list(range(50)), session="a")
+    made.finish(first)
+    for turn in range(1, 8):
+        decision = send(made, [turn * 1000 + token for token in range(50)], session="a")
+        assert decision.cached == 0 and decision.replica == first.replica
+        made.finish(decision)
+
+
 def test_replica_that_is_gone_loses_its_sessions_and_requests() -> None:
     made = router(3)
     first = send(made, list(range(40)), session="a")

@@ -17,7 +17,9 @@ from tests.inference.reference_router import ReferenceCaches
 SIZE = 2
 HASHER = Fingerprinter(SIZE)
 ROOT = Namespace("policy").value
-PROMPT = st.lists(st.integers(0, 1), max_size=12)
+BLOCK = st.sampled_from([[0, 0], [0, 0], [0, 0], [0, 0], [0, 1]])
+PROMPT = st.lists(BLOCK, max_size=8).map(lambda blocks: [token for block in blocks for token in block])
+"""Few different blocks, so that prompts share prefixes and are prefixes of each other."""
 
 
 def keys(tokens: list[int]) -> list[int]:
@@ -76,11 +78,11 @@ def test_chain_refuses_another_prompt() -> None:
     assert chain.tokens == 5 and chain.hashes.tolist() == HASHER.prefixes([1, 2, 3, 4], ROOT).tolist()
 
 
-CHANGE = st.tuples(st.sampled_from(["store", "remove"]), st.integers(0, 3), PROMPT, st.integers(0, 6))
+CHANGE = st.tuples(st.sampled_from(["store", "remove"]), st.integers(0, 1), PROMPT, st.integers(0, 7))
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.lists(CHANGE, max_size=25), st.lists(PROMPT, min_size=1, max_size=5), st.sets(st.integers(0, 8)).map(sorted))
+@given(st.lists(CHANGE, max_size=20), st.lists(PROMPT, max_size=3), st.sets(st.integers(0, 8)).map(sorted))
 def test_depths_are_those_of_the_reference(
     changes: list[tuple[str, int, list[int], int]], prompts: list[list[int]], hints: list[int]
 ) -> None:
@@ -98,7 +100,8 @@ def test_depths_are_those_of_the_reference(
             assert index.store(chain, holder, parent) == len(chain) * known
             if known:
                 reference.store(holder, prefixes[start:])
-        for prompt in [*prompts, tokens]:
+        prompts.append(tokens)
+        for prompt in prompts:
             found = index.depths(HASHER.prefixes(prompt, ROOT))
             assert as_dict(found) == reference.depths(prompt) and all(mask for _, mask in found)
             assert found == index.depths(HASHER.prefixes(prompt, ROOT), hints)
@@ -132,6 +135,16 @@ def test_least_recently_used_chains_are_evicted_from_their_ends() -> None:
     assert index.evicted == 1 and keys(old)[1] in index and keys(old)[2] not in index
     index.store(keys([1, 0, 0, 0]), 0)
     assert keys(old)[0] in index and keys(old)[1] not in index and keys(used)[1] not in index
+
+
+def test_prefix_is_as_recent_as_what_was_removed_behind_it() -> None:
+    index = PrefixIndex(3)
+    index.store(keys([1, 1, 1, 1]), 0)
+    index.store(keys([2, 2]), 0)
+    index.touch(keys([1, 1, 1, 1])[1])
+    index.remove(keys([1, 1, 1, 1])[1:], 0)
+    index.store(keys([3, 3, 3, 3]), 0)
+    assert keys([1, 1])[0] in index and keys([2, 2])[0] not in index
 
 
 def test_prune_keeps_what_longer_or_kept_prefixes_need() -> None:

@@ -16,7 +16,9 @@ from tests.inference.reference_router import Prefix, ReferenceCaches
 SIZE = 2
 HASHER = Fingerprinter(SIZE)
 ROOT = Namespace("policy").value
-PROMPT = st.lists(st.integers(0, 1), max_size=10)
+BLOCK = st.sampled_from([[0, 0], [0, 0], [0, 0], [0, 0], [0, 1]])
+PROMPT = st.lists(BLOCK, max_size=8).map(lambda blocks: [token for block in blocks for token in block])
+"""Few different blocks, so that prompts share prefixes and are prefixes of each other."""
 
 
 class Caches:
@@ -53,10 +55,12 @@ EVENT = st.tuples(st.sampled_from(["stored", "removed", "cleared"]), st.integers
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(EVENT, max_size=30))
+@given(st.lists(EVENT, max_size=20))
 def test_depths_after_events_are_those_of_the_engines(events: list[tuple[str, int, list[int], int]]) -> None:
     caches, engines, sequence = Caches(), ReferenceCaches(SIZE), [0, 0]
+    seen: list[list[int]] = []
     for what, replica, tokens, start in events:
+        seen.append(tokens)
         prefixes = engines.prefixes(tokens)
         start = min(start, len(prefixes))
         event: Stored | Removed | Cleared
@@ -73,8 +77,9 @@ def test_depths_after_events_are_those_of_the_engines(events: list[tuple[str, in
             engines.held.pop(replica, None)
         caches.residency.apply(f"r{replica}", Batch(sequence[replica], [event]))
         sequence[replica] += 1
-        for each in (0, 1):
-            assert caches.depth(tokens, each) == engines.depths(tokens).get(each, 0)
+        for prompt in seen:
+            exact = engines.depths(prompt)
+            assert [caches.depth(prompt, each) for each in (0, 1)] == [exact.get(each, 0) for each in (0, 1)]
     for each in (0, 1):
         caches.residency.clear(f"r{each}")
     assert len(caches.index) == 0 and caches.residency._pairs == 0
