@@ -193,9 +193,9 @@ def _fresh(router: Router, prompts: npt.NDArray[np.int32]) -> dict[str, float]:
     for place in range(_FLYING):
         busy.send(prompts[place % len(prompts), : _SHARED + 16 * place])
     for prompt in prompts:
-        tokens = prompt.tolist()
-        clocked.choice(np.array(tokens, np.int32))  # a new array, as Dynamo is given a new list
-        listed.choice(tokens)
+        clocked.choice(np.array(prompt.tolist(), np.int32))  # a new array, as Dynamo is given a new list
+    for prompt in prompts:
+        listed.choice(prompt.tolist())
     for prompt in prompts:
         busy.send(prompt)
     busy.close()
