@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import boto3
 import pytest
+from moto.moto_server.werkzeug_app import DomainDispatcherApplication
 from moto.server import ThreadedMotoServer
 
 from contracts.store import Store, open_store
@@ -14,11 +18,20 @@ from contracts.store import Store, open_store
 
 @pytest.fixture(scope="module")
 def s3_endpoint() -> Iterator[str]:
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield f"http://{host}:{port}"
-    server.stop()
+    """A server whose conditional writes are atomic, as those of S3 are: moto checks, then writes."""
+    lock, answer = threading.Lock(), DomainDispatcherApplication.__call__
+
+    def one_write_at_a_time(self: DomainDispatcherApplication, environ: Any, start: Any) -> Any:
+        with lock if environ["REQUEST_METHOD"] == "PUT" else contextlib.nullcontext():
+            return answer(self, environ, start)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DomainDispatcherApplication, "__call__", one_write_at_a_time)
+        server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+        server.start()
+        host, port = server.get_host_and_port()
+        yield f"http://{host}:{port}"
+        server.stop()
 
 
 @pytest.fixture(params=["local", "s3"])
