@@ -10,18 +10,20 @@ from pathlib import Path
 
 import dagster as dg
 import pytest
-from dagster_world import World
 
 from contracts.store import open_store
 from ops.graph import ONCE, PER_ITERATION
+from resources.experiment import Experiment
 from resources.refs import read_ref
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 REPOSITORY = Path(__file__).parents[2]
 
 
-def test_steps_in_processes_of_their_own_make_the_same_artifacts(ran: World, tmp_path: Path) -> None:
-    name = ran.experiment.name
+def test_steps_in_processes_of_their_own_make_the_same_artifacts(
+    tiny: Experiment, untouched: Path, tmp_path: Path
+) -> None:
+    name = tiny.name
     (tmp_path / "dagster.yaml").write_text("telemetry: {enabled: false}\n")
     with dg.DagsterInstance.from_config(str(tmp_path)) as instance:
         instance.add_dynamic_partitions(name, ["0000"])
@@ -45,10 +47,10 @@ def test_steps_in_processes_of_their_own_make_the_same_artifacts(ran: World, tmp
         )
         assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
         assert "Launching subprocess" in done.stderr, "the steps ran in other processes"
-    store = open_store(str(tmp_path / "store"))
+    store, in_one_process = open_store(str(tmp_path / "store")), open_store(str(untouched))
     for asset in (*ONCE, *PER_ITERATION):
         key = None if asset in ONCE else "0000"
-        assert read_ref(store, name, asset, key) == read_ref(ran.store, name, asset, key), asset
+        assert read_ref(store, name, asset, key) == read_ref(in_one_process, name, asset, key), asset
 
 
 def test_dg_checks_and_lists_the_definitions_from_the_root() -> None:
