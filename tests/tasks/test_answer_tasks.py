@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TypeVar
 
 import pytest
 from import_sources import write
+from with_client import with_client
 
 from contracts.store import open_store
 from contracts.tasks import Task
@@ -21,7 +20,6 @@ from curation.tasks.validate import validate_tasks
 from curation.verify import Verifier
 from envd.client import SandboxClient, ToolCall
 
-T = TypeVar("T")
 LOG = "alice 3\nbob 4\nalice 5\n"
 SECRET = "quokka-7731"
 ANSWERS = {
@@ -32,14 +30,6 @@ ANSWERS = {
     ),
     "word": f"instruction: Which word?\nfinal_state: {{kind: answer, rule: normalized, expected: {SECRET}}}\n",
 }
-
-
-def with_client(address: str, job: Callable[[SandboxClient], Awaitable[T]]) -> T:
-    async def run() -> T:
-        async with SandboxClient(address) as client:
-            return await job(client)
-
-    return asyncio.run(run())
 
 
 def folders(root: Path, about: dict[str, str]) -> Path:

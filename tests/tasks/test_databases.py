@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import os
 import sqlite3
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from with_client import with_client
 
 from contracts.artifacts import Artifact
 from contracts.store import open_store
@@ -26,9 +26,8 @@ from curation.tasks.importing.splits import parse_shares
 from curation.tasks.importing.suite import import_suite, read_source, suite_report
 from curation.tasks.inspect import suite_tasks
 from curation.verify import Verdict, Verifier
-from envd.client import SandboxClient, ToolCall
+from envd.client import ToolCall
 
-T = TypeVar("T")
 VALUES = st.none() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False, allow_infinity=False) | st.text()
 SCHEMA = """
 CREATE TABLE orders (id INTEGER PRIMARY KEY, customer TEXT, amount REAL, note BLOB);
@@ -60,14 +59,6 @@ def task_folder(root: Path, **changes: Any) -> Path:
     about = {"instruction": "Double ann's amounts, remove bob.", "reference": "fixed", "final_state": state}
     (root / "shop/task.yaml").write_text(yaml.safe_dump(about))
     return root
-
-
-def with_client(address: str, job: Callable[[SandboxClient], Awaitable[T]]) -> T:
-    async def run() -> T:
-        async with SandboxClient(address) as client:
-            return await job(client)
-
-    return asyncio.run(run())
 
 
 @pytest.fixture(scope="module")

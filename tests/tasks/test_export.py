@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 from import_sources import ADD, DOUBLE, ZERO, clone, folder_task, row, rows_file
 from typer.testing import CliRunner, Result
+from with_client import with_client
 
 from contracts.artifacts import Artifact, ArtifactWriter
 from contracts.store import Store, open_store
@@ -29,18 +29,7 @@ from curation.tasks.importing.suite import import_suite, read_source, suite_repo
 from curation.tasks.inspect import suite_tasks
 from curation.tasks.suite import TaskSuiteConfig, generate_tasks
 from curation.verify import Verifier
-from envd.client import SandboxClient
 from triplane_dagster.cli.app import app
-
-T = TypeVar("T")
-
-
-def with_client(address: str, job: Callable[[SandboxClient], Awaitable[T]]) -> T:
-    async def run() -> T:
-        async with SandboxClient(address) as client:
-            return await job(client)
-
-    return asyncio.run(run())
 
 
 def published(store: Store, tasks: Sequence[Task], key: str = "a") -> Artifact:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TypeVar
 
 import pytest
+from with_client import with_client
 
 from contracts.artifacts import list_artifacts
 from contracts.store import Store, open_store
@@ -35,7 +33,6 @@ from envd.client import SandboxClient
 from envd.local import TRUSTED, LocalEnvd
 
 pytestmark = pytest.mark.slow
-T = TypeVar("T")
 ROOT = Path(__file__).parents[2]
 
 TEXT = '''\
@@ -168,14 +165,6 @@ def package(root: Path, more: dict[str, str] | None = None) -> Path:
 def trusted() -> object:
     with LocalEnvd(rules=TRUSTED) as envd:
         yield envd.address
-
-
-def with_client(address: str, job: Callable[[SandboxClient], Awaitable[T]]) -> T:
-    async def run() -> T:
-        async with SandboxClient(address) as client:
-            return await job(client)
-
-    return asyncio.run(run())
 
 
 def made(source: Path, store: Store, address: str, **settings: object) -> str:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TypeVar
 
 import pytest
 from import_sources import ADD, DOUBLE, ZERO, clone, folder_task, row, rows_file, write
 from typer.testing import CliRunner
+from with_client import with_client
 
 from contracts.artifacts import Artifact, list_artifacts
 from contracts.errors import ArtifactMissing
@@ -24,20 +22,9 @@ from curation.tasks.importing.suite import import_suite, read_source, suite_repo
 from curation.tasks.inspect import suite_tasks
 from curation.tasks.suite import ImportedSuiteConfig, TaskSuiteConfig
 from curation.verify import Verifier
-from envd.client import SandboxClient
 from resources.errors import ExperimentError
 from resources.experiment import parse_experiment
 from triplane_dagster.cli.app import app
-
-T = TypeVar("T")
-
-
-def with_client(address: str, job: Callable[[SandboxClient], Awaitable[T]]) -> T:
-    async def run() -> T:
-        async with SandboxClient(address) as client:
-            return await job(client)
-
-    return asyncio.run(run())
 
 
 def imported(source: Path, store: Store, address: str, *shares: str) -> Artifact:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import http.server
 import json
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import yaml
 from import_sources import write
+from with_client import with_client
 
 from contracts.final_states import RequestsState
 from contracts.store import open_store
@@ -29,7 +29,6 @@ from envd.local import LocalEnvd
 from envd.server.egress_http import Target
 from envd.server.egress_record import MOST_BODY, MOST_REQUESTS, RequestRecord
 
-T = TypeVar("T")
 ORDER = {"item": "tea", "count": 2}
 
 
@@ -82,14 +81,6 @@ def task_folder(root: Path, state: dict[str, Any]) -> Path:
     write(root / "shop", {"task.yaml": yaml.safe_dump({"instruction": "Order two teas.", "final_state": state})})
     write(root / "shop", {"README": "POST /orders?by=NAME\n"})
     return root
-
-
-def with_client(address: str, job: Callable[[SandboxClient], Awaitable[T]]) -> T:
-    async def run() -> T:
-        async with SandboxClient(address) as client:
-            return await job(client)
-
-    return asyncio.run(run())
 
 
 @pytest.fixture(scope="module")

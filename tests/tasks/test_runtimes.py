@@ -9,11 +9,10 @@ import os
 import subprocess
 import sys
 import tarfile
-from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TypeVar
 
 import pytest
+from with_client import with_client
 
 from contracts.artifacts import Artifact, find_artifact
 from contracts.errors import ArtifactMissing
@@ -33,7 +32,6 @@ from envd.server.runtimes import Runtimes
 from envd.types import ToolCall
 from tests.wheels import pytest_wheels, write_wheel
 
-T = TypeVar("T")
 PROJECT = """
 [project]
 name = "Sums"
@@ -123,14 +121,6 @@ def address() -> str:
         yield envd.address  # type: ignore[misc]
 
 
-def connected(address: str, job: Callable[[SandboxClient], Awaitable[T]]) -> T:
-    async def run() -> T:
-        async with SandboxClient(address) as client:
-            return await job(client)
-
-    return asyncio.run(run())
-
-
 def make_task(runtime: Artifact, **environment: object) -> Task:
     found = Environment(runtime.meta["digest"], ("watcher",), (("watch", "yes"),))
     return Task(
@@ -148,7 +138,7 @@ def make_task(runtime: Artifact, **environment: object) -> Task:
 
 
 def grade(task: Task, diff: bytes, store: Store, address: str) -> Verdict:
-    return connected(address, lambda client: Verifier(client, None, runtimes=store).grade(task, diff))
+    return with_client(address, lambda client: Verifier(client, None, runtimes=store).grade(task, diff))
 
 
 def test_lock_holds_what_package_and_tests_need_but_not_the_package(wheelhouse: Path) -> None:
@@ -344,7 +334,7 @@ def test_agent_sees_the_packages_and_can_change_none(runtime: Artifact, store: S
         async with await client.create(template, runtime=digest, env=variables) as sandbox:
             return [(await sandbox.call(ToolCall("exec", {"command": each}), timeout_s=60)).text for each in commands]
 
-    tests, imports, copies, changes = connected(address, job)
+    tests, imports, copies, changes = with_client(address, job)
     assert "/workspace/src/sums/__init__.py" in tests and "2 failed, 2 passed" in tests, tests
     assert imports.count("No module named") == 6, imports
     assert copies.startswith("0\n"), copies
@@ -359,7 +349,7 @@ def test_oracle_plays_a_task_in_its_environment(runtime: Artifact, store: Store,
         played = await play_task(task, agent_named("oracle"), client, verifier, limits=Limits(), max_turns=5)
         return played.verdict
 
-    assert connected(address, job).solved
+    assert with_client(address, job).solved
 
 
 def test_environment_is_of_the_task_digest_and_survives_storage(runtime: Artifact) -> None:
@@ -428,7 +418,7 @@ def test_interrupted_upload_goes_on_and_wrong_archives_are_refused(
             with pytest.raises(TemplateError, match="nothing else"):
                 await client.put_runtime(hashlib.sha256(bad.read_bytes()).hexdigest(), bad)
 
-    connected(address, job)
+    with_client(address, job)
 
 
 def test_backend_that_shows_the_hosts_packages_refuses(tmp_path: Path) -> None:
@@ -444,7 +434,7 @@ def test_backend_that_shows_the_hosts_packages_refuses(tmp_path: Path) -> None:
             with pytest.raises(Unsupported, match="plain backend"):
                 await client.verify(template, b"", {}, ["x"], runtime=digest)
 
-        connected(envd.address, job)
+        with_client(envd.address, job)
 
 
 def test_lock_survives_json(wheelhouse: Path) -> None:
