@@ -25,7 +25,7 @@ from contracts.digests import canonical_json
 MAX_ANSWER_CHARACTERS = 64 * 1024
 """Of a message that counts as an answer, and of the body of a request."""
 MAX_HOSTS = 64
-"""Destinations that the rules of a sandbox may name."""
+"""Most destinations in the rules of one sandbox."""
 _THOUGHT_END = "</think>"
 
 
@@ -46,9 +46,9 @@ class AnswerState(Frozen):
     expected: JsonValue
     """The right answer."""
     absolute: float = Field(default=0, ge=0, allow_inf_nan=False)
-    """Accepted distance from an expected number."""
+    """Largest accepted difference from the expected number."""
     relative: float = Field(default=0, ge=0, lt=1, allow_inf_nan=False)
-    """Accepted distance from an expected number, as a share of it. The larger of the two distances counts."""
+    """The same as a fraction of the expected number. The larger of the two tolerances counts."""
 
     @model_validator(mode="after")
     def _fits_its_rule(self) -> AnswerState:
@@ -70,7 +70,7 @@ Cell = str | int | float | None
 
 
 class Query(Frozen):
-    """Rows that a query must give."""
+    """A query and the rows that it must return."""
 
     name: str = Field(pattern=r"^[a-z][a-z0-9_]{0,39}$")
     """Name of the check in verdicts."""
@@ -94,9 +94,7 @@ class DatabaseState(Frozen):
     def _is_checkable(self) -> DatabaseState:
         if PurePosixPath(self.path).as_posix() != self.path or ".." in PurePosixPath(self.path).parts:
             raise ValueError(f"path {self.path!r} must be a plain path within the repository, such as data/app.db")
-        names = [query.name for query in self.queries]
-        if len(set(names)) != len(names):
-            raise ValueError(f"query {next(name for name in names if names.count(name) > 1)} is declared twice")
+        _require_unique("query", [query.name for query in self.queries])
         cells = [cell for query in self.queries for row in query.rows for cell in row]
         if not all(math.isfinite(cell) for cell in cells if isinstance(cell, float)):
             raise ValueError("rows must hold finite numbers only")
@@ -151,9 +149,7 @@ class RequestsState(Frozen):
 
     @model_validator(mode="after")
     def _is_work(self) -> RequestsState:
-        names = [each.name for each in self.requests]
-        if len(set(names)) != len(names):
-            raise ValueError(f"request {next(name for name in names if names.count(name) > 1)} is declared twice")
+        _require_unique("request", [each.name for each in self.requests])
         if not any(each.count for each in self.requests):
             raise ValueError("every request has count 0, so nothing has to be done: expect one")
         if len({each.host for each in self.requests}) > MAX_HOSTS:
@@ -210,6 +206,13 @@ def answer_in(state: bytes) -> tuple[JsonValue] | None:
     except (ValueError, RecursionError):
         return None
     return (found["answer"],) if isinstance(found, dict) and set(found) == {"answer"} else None
+
+
+def _require_unique(what: str, names: Sequence[str]) -> None:
+    """Raise ValueError with the first name that stands twice."""
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"{what} {name} is declared twice")
 
 
 def _floats(value: JsonValue) -> list[float]:
