@@ -38,7 +38,7 @@ TURN = 256
 """Tokens that each turn of a session adds."""
 _VOCABULARY = 150_000
 _SHARED = 2048
-"""Tokens of the system prompt, which all chains begin with."""
+"""Tokens of the system prompt, with which all chains begin."""
 _HOLDERS = 4
 """Replicas that hold a part of each chain."""
 _FLYING = 256
@@ -60,9 +60,9 @@ class RouterOptions(Options):
     prompts: int = Field(128, ge=8, le=10_000)
     """Fresh prompts, and turns of sessions, in each repetition."""
     events: int = Field(10_000_000, ge=1000, le=1_000_000_000)
-    """Blocks stored and removed at the memory's cap."""
+    """Blocks to store and remove once the index is full."""
     quick: bool = False
-    """A small run, of a hundredth of the blocks and events, without goals."""
+    """Run with 1% of the blocks and events, and judge no goals."""
     peers: str = ".venv-peers/bin/python"
     """Python with ai-dynamo-runtime (make test-peers installs it); empty: measure without."""
 
@@ -71,7 +71,7 @@ OPTIONS = RouterOptions
 
 
 class Load(NamedTuple):
-    """What both sides are given."""
+    """Input of both routers."""
 
     chains: npt.NDArray[np.int32]
     """[chains, tokens]"""
@@ -153,7 +153,7 @@ def _filled(options: RouterOptions, load: Load) -> tuple[Router, int]:
 
 
 class _Clocked:
-    """Times choices and their records, with `_FLYING` requests in flight."""
+    """Measures Router.choose and Router.begin while `_FLYING` requests are in flight."""
 
     def __init__(self, router: Router) -> None:
         self._router = router
@@ -209,7 +209,7 @@ def _fresh(router: Router, prompts: npt.NDArray[np.int32]) -> dict[str, float]:
 
 
 def _sessions(options: RouterOptions, load: Load) -> Iterator[tuple[str, npt.NDArray[np.int32]]]:
-    """Turns of sessions, whose first one is as long as a prompt."""
+    """Endless (session, prompt) pairs, the sessions in turn; a session's first prompt has full length."""
     drawn = np.random.default_rng(17)
     prompts = {str(place): load.prompts[place] for place in range(min(64, len(load.prompts)))}
     while True:
@@ -239,7 +239,7 @@ def _continuing(router: Router, sessions: Iterator[tuple[str, npt.NDArray[np.int
 
 @contextmanager
 def _peer(options: RouterOptions, load: Load, scratch: Path) -> Iterator[Program | None]:
-    """Dynamo's side, with the same chains in its tree; None without."""
+    """A process with the same chains in Dynamo's radix tree; None if `options.peers` is empty."""
     if not options.peers:
         yield None
         return

@@ -84,8 +84,9 @@ def install(
     The hook stays for the life of this process and its forks.
     """
     sources = _Sources(root, template, changed)
+    envd = str(Path(_lines.__code__.co_filename).parents[1])  # as frames name it; __file__ may be the sandbox's path
     system = (
-        *{f"{path}/" for path in (*system_directories(), str(Path(_lines.__code__.co_filename).parents[1]))},
+        *{f"{path}/" for path in (*system_directories(), envd)},
         "<",
     )
     places = frozenset(str(root / path) for path in hidden)

@@ -55,7 +55,7 @@ class TaskFile(Frozen):
     deliverables: tuple[str, ...] = Field(default=(), validation_alias=DELIVERABLES)
     """Patterns, as in `.gitignore`, of the files that count as the agent's work; empty: all changed files."""
     toolset: Toolset | None = None
-    """Name of the tools that the agent has; default: answer for a final state that is one, else default."""
+    """Name of the agent's toolset. Default: `answer` if the final state is an answer, else `default`."""
     family: str | None = None
     """Groups tasks in reports; default: the folder's name."""
     split: ImportedSplit | None = None
