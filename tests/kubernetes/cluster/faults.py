@@ -10,6 +10,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,67 @@ def evicting(kind: str) -> Fault:
     return fault
 
 
+def exhausting(kind: str) -> Fault:
+    """Take a container's free memory away: the kernel kills it as soon as it asks for more."""
+
+    def fault(world: World, dice: random.Random) -> str | None:
+        pod = _pod(world, kind, dice)
+        if pod is None:
+            return None
+        limits = {limit for pid in _processes(pod) if (limit := _memory_limit(pid)) is not None}
+        before = {limit: limit.read_text() for limit in limits if limit.exists()}
+        try:
+            for _ in range(20):
+                for limit in before:
+                    with suppress(OSError):  # EBUSY: it uses more by now; or it has ended
+                        limit.write_text(str(_used(limit.parent) + 2**16))
+                time.sleep(0.5)
+                if _out_of_memory(world, pod):
+                    return f"out of memory: {pod['metadata']['name']}"
+        finally:
+            for limit, value in before.items():
+                with suppress(OSError):
+                    limit.write_text(value)
+        return None
+
+    return fault
+
+
+def _memory_limit(pid: int) -> Path | None:
+    """File of the memory limit of a process's container."""
+    try:
+        lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
+    except OSError:
+        return None
+    group = next(line.split(":", 2)[2] for line in lines if ":memory:" in line)
+    return Path("/sys/fs/cgroup/memory") / group.removeprefix("/") / "memory.limit_in_bytes"
+
+
+def _used(group: Path) -> int:
+    """Bytes of a control group that the kernel can't take back."""
+    fields = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    return int(fields["total_rss"])
+
+
+def _out_of_memory(world: World, pod: dict[str, Any]) -> bool:
+    """Whether a container of the pod was killed for its memory since `pod` was read."""
+    found = world.kubectl("get", "pod", pod["metadata"]["name"], "--output", "json", "--ignore-not-found", check=False)
+    try:
+        now = json.loads(found)
+    except ValueError:
+        return False
+
+    def kills(of: dict[str, Any]) -> list[Any]:
+        return [
+            ended["finishedAt"]
+            for status in of["status"].get("containerStatuses", [])
+            for state in ("state", "lastState")
+            if (ended := status[state].get("terminated")) and ended["reason"] == "OOMKilled"
+        ]
+
+    return kills(now) != kills(pod)
+
+
 def drain(world: World, dice: random.Random) -> str | None:
     """Drain the node that keeps no data, and give it back."""
     nodes = json.loads(world.kubectl("get", "nodes", "--output", "json"))["items"]
@@ -163,6 +225,7 @@ FAULTS: dict[str, Fault] = {
     **{f"delete {kind}": deleting(kind) for kind in VICTIMS},
     **{f"kill {kind}": killing(kind) for kind in VICTIMS},
     **{f"evict {kind}": evicting(kind) for kind in ("run", "step", "trainer", "code", "daemon")},
+    **{f"out of memory {kind}": exhausting(kind) for kind in ("run", "step")},
     "drain": drain,
     "API server down": api_server_down,
     "S3 down": s3_down,
