@@ -13,8 +13,10 @@ PEERS_STAMP := $(PEERS_VENV)/.installed
 PARALLEL = -n $(shell expr $$(nproc) \* 3 / 2) --maxprocesses 6 --dist loadfile --no-loadscope-reorder
 ZIG = $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt ziglang
 export DAGSTER_DISABLE_TELEMETRY := 1
+# Container images set it: each of the hundreds of processes that tests start would then compile what it imports.
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install demo test test-slow test-escape test-redteam test-browser test-vllm test-large test-peers test-trainers test-kubernetes test-gpu fuzz-frames lint types format proto ui bench clean
+.PHONY: help install demo test suite test-slow test-escape test-redteam test-browser test-vllm test-large test-peers test-trainers test-kubernetes test-gpu fuzz-frames lint style types format proto ui bench clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -37,7 +39,11 @@ $(NATIVE): $(STAMP) $(wildcard envd/native/*.c envd/native/*.h) envd/native/buil
 demo: $(NATIVE)  ## one small model learns to fix code, on this CPU, in minutes
 	$(BIN)/triplane demo
 
-test: lint $(NATIVE)  ## lint, types, import rules and the whole default suite
+# mypy uses one core and the suite leaves some of two idle: they run side by side
+test: style  ## lint, types, import rules and the whole default suite
+	$(MAKE) --no-print-directory --jobs=2 types suite
+
+suite: $(NATIVE)  ## the default test suite alone
 	$(BIN)/pytest $(PARALLEL)
 
 SLOW = tests
@@ -91,11 +97,15 @@ test-kubernetes: $(NATIVE)  ## on a real cluster: needs KUBECONFIG, kubectl and 
 test-gpu: $(NATIVE)  ## needs a CUDA device
 	$(BIN)/pytest -n auto --maxprocesses 8 -m gpu tests/kernels tests/trainer
 
-lint: $(STAMP)  ## ruff, mypy (strict), import rules
+lint: style types  ## ruff, mypy (strict), import rules
+	$(BIN)/pytest tests/test_import_rules.py
+
+style: $(STAMP)  ## ruff alone
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: $(STAMP)  ## mypy (strict) alone
 	$(BIN)/mypy
-	$(BIN)/pytest tests/test_import_rules.py
 
 format: $(STAMP)  ## reformat in place
 	$(BIN)/ruff check --fix .

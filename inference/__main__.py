@@ -64,7 +64,8 @@ def serve(
 ) -> None:
     """Serve a policy until interrupted."""
     from inference.server.draining import default_drain_s
-    from inference.server.serve import Serving, find_policy
+    from inference.server.policies import find_policy
+    from inference.server.serve import Serving
     from inference.server.serve import serve as run
 
     directory, found = find_policy(policy, store)
@@ -138,7 +139,7 @@ def bridge(
     from inference.bridge.serve import SOCKET, Options
     from inference.bridge.serve import serve as run
     from inference.engines.config import BuiltinConfig, OpenAIConfig
-    from inference.server.serve import find_policy
+    from inference.server.policies import find_policy
 
     if (policy is None) == (policy_file is None):
         raise ConfigError("give either --policy or --policy-file")

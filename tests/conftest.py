@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import sys
+from collections.abc import Generator
 
 import pytest
 
@@ -33,3 +35,17 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     marker = config.getoption("markexpr")
     for line in report(marker if marker in SUITES else "test"):
         config.get_terminal_writer().line(line)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect no garbage while modules are imported, and leave what they made out of every later collection: a third of
+    the time that finding the tests takes.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()

@@ -97,7 +97,12 @@ def test_the_rule_itself(package: str, imported: str, allowed: bool) -> None:
 
 @pytest.mark.parametrize(
     ("package", "banned"),
-    [("envd", "torch,dagster"), ("contracts", "torch,grpc,dagster"), ("trainer", "dagster,transformers")],
+    [
+        ("envd", "torch,dagster"),
+        ("contracts", "torch,grpc,dagster"),
+        ("trainer", "dagster,transformers"),
+        ("inference.weights.serve", "torch,grpc,dagster"),
+    ],
 )
 def test_package_stays_light(package: str, banned: str) -> None:
     code = f"import sys, pkgutil, importlib, {package}\n"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from contracts.errors import ConfigError, TriplaneError, describe
 from inference.engines.base import Engine
-from inference.server.serve import find_policy
+from inference.server.policies import find_policy
 
 LOOK_S = 0.2
 """Time between two looks at the file, in seconds."""

@@ -4,68 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import uvicorn
 
-from contracts.artifacts import ArtifactRef, list_artifacts, open_artifact
 from contracts.chat import ChatTokenizer
-from contracts.errors import ArtifactMissing, ConfigError
-from contracts.store import Store, open_store
 from inference.engines.builtin import BuiltinEngine
 from inference.server.app import Application
 from inference.server.draining import DrainingServer
 from inference.server.follow import Source, follow
-
-CHECKPOINTS = ("checkpoint", "base_policy")
-"""Kinds of artifacts that are checkpoints."""
-
-
-def find_policy(policy: str, store: str | None) -> tuple[Path, str]:
-    """Checkpoint directory and version of `policy`.
-
-    policy: a directory, or the first digits (at least 6) of a checkpoint artifact's content digest or action key in the
-    store.
-    """
-    directory = Path(policy)
-    if directory.is_dir():
-        return directory, directory.resolve().name
-    if len(policy) < 6:
-        raise ConfigError(f"--policy {policy}: no such directory, and too short for a digest (6 digits at least)")
-    opened = open_store(store)
-    ref = find_checkpoint(policy, opened, "--policy")
-    return open_artifact(opened, ref).directory(), ref.digest
-
-
-def find_checkpoint(digits: str, store: Store, option: str) -> ArtifactRef:
-    """The only checkpoint whose content digest or action key starts with `digits`.
-
-    option: of the command line, for messages. Raises ArtifactMissing, ConfigError.
-    """
-    found: dict[str, ArtifactRef] = {
-        artifact.ref.digest: artifact.ref
-        for kind in CHECKPOINTS
-        for artifact in list_artifacts(store, kind)
-        if artifact.ref.digest.startswith(digits) or artifact.ref.key.startswith(digits)
-    }
-    if not found:
-        raise ArtifactMissing(f"{option} {digits}: neither a directory nor a checkpoint in store {store.url}")
-    if len(found) > 1:
-        raise ConfigError(f"{option} {digits} matches {len(found)} checkpoints of store {store.url}: give more digits")
-    (ref,) = found.values()
-    return ref
-
-
-def split_address(listen: str) -> tuple[str, int]:
-    """Host and port of "host:port". Raises ConfigError."""
-    host, _, port = listen.rpartition(":")
-    if not host or not port.isdigit() or int(port) > 65535:
-        raise ConfigError(f"--listen {listen} is not host:port, e.g. 127.0.0.1:8000 (port 0 picks a free one)")
-    return host.strip("[]"), int(port)
+from inference.server.listening import beside, split_address
 
 
 @dataclass(frozen=True)
@@ -133,25 +82,6 @@ async def _serve(serving: Serving, policy: tuple[Path, str] | None, following: F
                 await server.run_until_told()
     finally:
         await app.close()
-
-
-@asynccontextmanager
-async def beside(server: uvicorn.Server, work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Run `work` while the server runs; its failure ends the server and is raised."""
-
-    def ended(task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and task.exception() is not None:
-            server.should_exit = True
-
-    task = asyncio.create_task(work)
-    task.add_done_callback(ended)
-    try:
-        yield
-    finally:
-        task.cancel()
-        (outcome,) = await asyncio.gather(task, return_exceptions=True)
-    if isinstance(outcome, Exception):
-        raise outcome
 
 
 async def _announce(server: uvicorn.Server, app: Application) -> None:

@@ -11,7 +11,8 @@ import uvicorn
 from contracts.artifacts import ArtifactRef
 from contracts.errors import ConfigError
 from contracts.store import open_store
-from inference.server.serve import beside, find_checkpoint, split_address
+from inference.server.listening import beside, split_address
+from inference.server.policies import find_checkpoint
 from inference.weights.folder import WeightsFolder
 from inference.weights.service import Service
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
@@ -253,6 +254,15 @@ def test_port_makes_and_prints_a_key(policy: Path, tmp_path: Path) -> None:
         asyncio.run(run(address, said.split("asks for this key: ")[1].split()[0]))
 
 
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """A bridge in this process takes its signals and keeps them when it ends: later tests need theirs back."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -265,6 +275,7 @@ def test_port_makes_and_prints_a_key(policy: Path, tmp_path: Path) -> None:
         (["--policy-file", "."], "give either --policy or --policy-file"),
     ],
 )
+@pytest.mark.usefixtures("handlers")
 def test_wrong_options_end_in_one_line(
     policy: Path,
     tmp_path: Path,

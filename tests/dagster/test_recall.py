@@ -332,7 +332,7 @@ def check_answers(seed: int, folder: Path) -> None:
     assert not noted(store)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(2))
 def test_recall_equals_a_walk_over_all_manifests(seed: int, tmp_path: Path) -> None:
     check_answers(seed, tmp_path)
 
@@ -340,7 +340,7 @@ def test_recall_equals_a_walk_over_all_manifests(seed: int, tmp_path: Path) -> N
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_recall_equals_a_walk_over_all_manifests_of_200_stores(tmp_path: Path) -> None:
-    for seed in range(100, 300):
+    for seed in range(2, 202):
         check_answers(seed, tmp_path / str(seed))
 
 

@@ -50,8 +50,10 @@ def test_a_file_is_valid_by_its_published_schema(schema: str, path: Path, tmp_pa
 
 
 def test_pre_commit_runs_what_make_lint_runs() -> None:
-    recipe = (ROOT / "Makefile").read_text().split("\nlint:")[1].split("\n\n")[0]
-    lint = [line.strip().replace("$(BIN)", ".venv/bin") for line in recipe.splitlines()[1:]]
+    makefile = (ROOT / "Makefile").read_text()
+    assert "\nlint: style types " in makefile
+    recipes = [makefile.split(f"\n{target}:")[1].split("\n\n")[0] for target in ("style", "types", "lint")]
+    lint = [line.strip().replace("$(BIN)", ".venv/bin") for recipe in recipes for line in recipe.splitlines()[1:]]
     hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
     assert [hook["entry"] for hook in hooks] == lint
 

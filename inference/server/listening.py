@@ -1,0 +1,39 @@
+"""The address of a server, and work that goes on while it runs. Imports no torch."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+import uvicorn
+
+from contracts.errors import ConfigError
+
+
+def split_address(listen: str) -> tuple[str, int]:
+    """Host and port of "host:port". Raises ConfigError."""
+    host, _, port = listen.rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise ConfigError(f"--listen {listen} is not host:port, e.g. 127.0.0.1:8000 (port 0 picks a free one)")
+    return host.strip("[]"), int(port)
+
+
+@asynccontextmanager
+async def beside(server: uvicorn.Server, work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Run `work` while the server runs; its failure ends the server and is raised."""
+
+    def ended(task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and task.exception() is not None:
+            server.should_exit = True
+
+    task = asyncio.create_task(work)
+    task.add_done_callback(ended)
+    try:
+        yield
+    finally:
+        task.cancel()
+        (outcome,) = await asyncio.gather(task, return_exceptions=True)
+    if isinstance(outcome, Exception):
+        raise outcome
