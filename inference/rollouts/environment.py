@@ -30,9 +30,12 @@ class EpisodeEnvironment:
     turns: int = 0
     """Turns that the policy has taken."""
     format_errors: int = 0
+    """Turns that could not be parsed."""
     calls: list[ToolCallRecord] = field(default_factory=list)
     said: str = ""
     """Text of the turn that ended the episode."""
+    format_error: str = ""
+    """Why the last turn could not be parsed."""
 
     def prompt(self) -> list[int]:
         """Token ids before the policy's first turn."""
@@ -52,6 +55,7 @@ class EpisodeEnvironment:
         if turn.error is None and not turn.calls:
             self.said = text
             return Outcome.COMPLETED
+        self.format_error = turn.error or ""
         if turn.error is not None:
             self.format_errors += 1
             if self.format_errors > self.config.max_format_errors:
