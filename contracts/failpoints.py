@@ -37,6 +37,7 @@ POINTS: Mapping[str, str] = {
     "hosted-answered": "calls of a hosted episode have been executed, their answers are not in the journal",
     "hosted-taken": "the final state of a hosted episode is taken and its sandbox gone, the journal does not have it",
     "hosted-over": "the final state of a hosted episode is in the journal, its sandbox may live",
+    "hosted-closing": "a hosted episode was ended or has expired, its sandbox lives",
     "hosted-graded": "a hosted episode is graded, its grade is not in the journal",
     "group-claimed": "a worker has claimed a group",
     "group-sampled": "a group's episodes have ended with their diffs, nothing is committed",

@@ -1,11 +1,12 @@
 """Parts of the tests of hosted episodes: a policy that plays a script token by token, and a bridge of it. Also run as a
-program, to be killed: `python hosted_parts.py SOCKET JOURNAL ENVD [SCRIPT]`.
+program, to be killed: `python hosted_parts.py FOLDER ENVD SCRIPT`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -15,20 +16,27 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from contracts.chat import ChatTokenizer
+from contracts.episodes import Slot, episodes_table, sequences_table
 from contracts.rpc.listening import Listening
 from contracts.tasks import Task
 from curation.rewards.config import RewardConfig
+from curation.rewards.grading import grade_episodes
 from curation.verify import Verifier
 from envd.client import Limits as SandboxLimits
 from envd.client import SandboxClient
 from envd.fleet import open_client
+from envd.operations.client import OperationsClient
 from inference.bridge.checks import Limits
+from inference.bridge.client import Episode, Record
 from inference.bridge.hosted.hosting import Hosting
+from inference.bridge.record import METADATA
 from inference.bridge.serve import Bridge, Options, serving
 from inference.engines.base import Engine, Piece, SamplingParams
 from inference.rollouts.config import RolloutConfig
+from inference.rollouts.episode import Player, play_episode
 from inference.rollouts.workspace import Workspaces
 from ops.bridge_hosting import EpisodeGrader
 from tests.bridge.bridge_harness import ROOT
@@ -41,10 +49,12 @@ TASKS = make_tasks(3)
 class StreamedScript(ScriptedEngine):
     """A script whose turns come token by token, and go on after the tokens that a prompt has of them already."""
 
-    def __init__(self, tokenizer: ChatTokenizer, script: Script) -> None:
+    def __init__(self, tokenizer: ChatTokenizer, script: Script, pause_s: float = 0.0) -> None:
+        """pause_s: before each token."""
         super().__init__(tokenizer, script)
+        self._pause_s = pause_s
         prompt = tokenizer.prompt([("user", "x")])
-        self._mark = tokenizer.prompt([])[0] if not prompt else prompt[0]
+        self._mark = prompt[0]
         self._head = len(prompt) - self._last_mark(prompt)
 
     def _last_mark(self, ids: Sequence[int]) -> int:
@@ -59,7 +69,7 @@ class StreamedScript(ScriptedEngine):
         )
         made = await self.generate(ids[:begin], whole)
         for place in range(had, len(made.token_ids)):
-            await asyncio.sleep(0)
+            await asyncio.sleep(self._pause_s)
             one = slice(place, place + 1)
             last = place == len(made.token_ids) - 1
             yield Piece(
@@ -143,6 +153,55 @@ def killable(folder: Path, envd: str, script: str = "marks", kill_at: str = "") 
         if running.poll() is None:
             running.send_signal(signal.SIGKILL)
         running.communicate()
+
+
+async def played(episode: Episode) -> Record:
+    """The record of an episode that is stepped until it is over."""
+    while not episode.done:
+        await episode.step()
+    return await episode.end()
+
+
+def rows_of(record: Record) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Row of EPISODES, row of SEQUENCES, and what the metadata says."""
+    source = pa.BufferReader(record.data)
+    episodes, sequences = pa.ipc.open_stream(source).read_all(), pa.ipc.open_stream(source).read_all()
+    about = json.loads(episodes.schema.metadata[METADATA])
+    return episodes.to_pylist()[0], sequences.to_pylist()[0], about
+
+
+async def rolled_out(
+    engine: Engine, envd: str, task: Task, seed: int, config: RolloutConfig, tokenizer: ChatTokenizer
+) -> tuple[dict[str, Any], dict[str, Any], float | None]:
+    """The same as a rollout whose slot has this token seed: rows of EPISODES and SEQUENCES, and the reward."""
+
+    class Seeded(Slot):
+        @property
+        def token_seed(self) -> int:
+            return seed
+
+    async with open_client(envd) as client:
+        player = Player.of(engine, client, tokenizer, config, policy_version=await engine.version(), key="k")
+        episode = await play_episode(player, task, Seeded("e", "0000", "g", task.task_id, 0, 1), "g")
+        table = episodes_table([episode])
+        rewards = await grade_episodes(
+            table, {task.task_id: task}, Verifier(client, None), RewardConfig(), lambda done, total: None
+        )
+    return table.to_pylist()[0], sequences_table([episode]).to_pylist()[0], rewards["reward"].to_pylist()[0]
+
+
+async def live_sandboxes(envd: str) -> int:
+    """Sandboxes that exist at an envd server."""
+    async with OperationsClient(envd) as client:
+        return (await client.info()).live
+
+
+async def nothing_left(envd: str) -> None:
+    """Wait until no sandbox lives, which takes as long as ending some."""
+    deadline = asyncio.get_running_loop().time() + 60
+    while await live_sandboxes(envd):
+        assert asyncio.get_running_loop().time() < deadline, "a sandbox was left over"
+        await asyncio.sleep(0.1)
 
 
 async def _main(folder: Path, envd: str, script: str) -> None:

@@ -93,6 +93,7 @@ class Acting:
 
         async def work() -> None:
             try:
+                failpoint("hosted-closing")
                 await self._closed(episode, hosted)
                 then(episode)
             except TriplaneError as error:
