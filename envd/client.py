@@ -29,7 +29,16 @@ from contracts.pb import envd_pb2 as pb
 from contracts.pb import envd_pb2_grpc as rpc
 from envd.calling import RPC_GRACE_S, Caller
 from envd.connection import SANDBOX_TOKEN, Access, Metadata
-from envd.errors import BaseMissing, EnvdError, SandboxGone, SandboxUnknown, ServerBusy, ServerLost, TemplateError
+from envd.errors import (
+    BaseMissing,
+    EnvdError,
+    IdempotencyError,
+    SandboxGone,
+    SandboxUnknown,
+    ServerBusy,
+    ServerLost,
+    TemplateError,
+)
 from envd.meeting import default_address
 from envd.messages import export_message, left_out_of, limits_message, status_of, tool_result_of, verify_result_of
 from envd.tools.schemas import MAX_NESTING, is_too_deep
@@ -51,6 +60,7 @@ __all__ = [
     "EnvdError",
     "Export",
     "Handle",
+    "IdempotencyError",
     "LeftOut",
     "Limits",
     "Sandbox",

@@ -1,8 +1,8 @@
 """An ended episode as its client gets it: a row of EPISODES and a row of SEQUENCES, as two Arrow IPC streams one after
 the other.
 
-What EPISODES has no column for (reward, components, verdict, labels, version rule) is JSON in the metadata of its schema,
-under METADATA. The labels task_id, task_digest and image_digest are those columns.
+What EPISODES has no column for (reward, components, verdict, labels, version rule) is JSON in the metadata of its
+schema, under METADATA. The labels task_id, task_digest and image_digest are those columns.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ class Registry:
     def add(
         self, owner: str, start: pb.StartEpisodeRequest, sampling: Sampling, version: str, started_as: bytes
     ) -> Episode:
-        """Add a new episode. started_as: digest of the message that started it. Raises TooManyEpisodes, JournalError."""
+        """Add a new episode. started_as: digest of the request for it. Raises TooManyEpisodes, JournalError."""
         self.check_open()
         lease_s = min(start.lease_s or self.bounds.lease_s, self.bounds.lease_s)
         episode = Episode(owner, start, sampling, version, lease_s, self._next_handle)

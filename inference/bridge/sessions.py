@@ -18,7 +18,15 @@ from contracts.pb import bridge_pb2 as pb
 from inference.bridge import checks, replay
 from inference.bridge.checks import Limits, Sampling
 from inference.bridge.episode import Episode, Turn, content_of
-from inference.bridge.errors import BadMessage, BridgeError, Draining, EpisodeConflict, EpisodeDone, EpisodeEnded, WrongStep
+from inference.bridge.errors import (
+    BadMessage,
+    BridgeError,
+    Draining,
+    EpisodeConflict,
+    EpisodeDone,
+    EpisodeEnded,
+    WrongStep,
+)
 from inference.bridge.hosted.acting import Acting
 from inference.bridge.hosted.hosting import Hosting
 from inference.bridge.journal import Journal

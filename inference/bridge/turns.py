@@ -105,8 +105,9 @@ class Running:
     ) -> None:
         """context_tokens: longest context, 0 for unknown. turn_s: seconds after which the turn ends, 0 for none.
 
-        add: keeps tokens as (version, ids, logprobs). end: ends sampling as a pb.Finish. act: the environment's reply to
-        the turn, where the bridge hosts it. over: called when the turn is complete. fail: stops it without an end.
+        add: keeps tokens as (version, ids, logprobs). end: ends sampling as a pb.Finish. act: makes the environment
+        reply to the turn, where the bridge hosts it. over: called when the turn is complete. fail: stops it
+        without an end.
         """
         self.episode, self.turn = episode, episode.turns[-1]
         self.readers: set[Subscription] = set()
@@ -150,7 +151,7 @@ class Running:
             self._over(self)
         except BridgeError as error:  # the turn can go on later
             self._fail(self, error)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 (told to the client, and logged)
             _log.exception("episode %s: its environment failed", self.episode.identity)
             self._fail(self, BridgeError(f"the environment of episode {self.episode.identity} failed: {error!r}"))
 

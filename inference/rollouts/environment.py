@@ -72,7 +72,7 @@ class EpisodeEnvironment:
     async def answer(
         self, turn: ParsedTurn, workspace: Workspace, *, timeout_s: float, key: str | None = None
     ) -> list[str]:
-        """Execute the calls of a turn and return the replies in call order. timeout_s: of one call. key: of idempotency.
+        """Execute the calls of a turn. Returns the replies in call order. timeout_s: of one call. key: of idempotency.
 
         Raises InfraFault.
         """

@@ -17,6 +17,7 @@ from envd.client import (
     EnvdError,
     Export,
     Handle,
+    IdempotencyError,
     Limits,
     Sandbox,
     SandboxClient,
@@ -135,6 +136,8 @@ class Workspace:
         sandbox = await self.started()
         try:
             return await sandbox.batch(calls, timeout_s=timeout_s, idempotency_key=key)
+        except IdempotencyError as error:
+            raise InfraFault(f"the answers of calls that have run are lost: {_words(error, sandbox)}") from error
         except EnvdError as error:
             raise self._broken("a tool call failed", error, sandbox) from error
 
@@ -150,6 +153,8 @@ class Workspace:
         sandbox = await asyncio.shield(self._starting)
         try:
             diff = await sandbox.finish(export=Export(deliverables) if deliverables else None, idempotency_key=key)
+        except IdempotencyError as error:
+            raise InfraFault(f"the final state that was taken is lost: {_words(error, sandbox)}") from error
         except EnvdError as error:
             raise self._broken("the final state could not be read", error, sandbox) from error
         self._starting = None

@@ -64,9 +64,7 @@ class StreamedScript(ScriptedEngine):
         ids = np.asarray(prompt_ids).tolist()
         begin = self._last_mark(ids) + self._head
         had = len(ids) - begin
-        whole = SamplingParams(
-            params.temperature, params.max_tokens + had, params.seed, params.stop_token_ids
-        )
+        whole = SamplingParams(params.temperature, params.max_tokens + had, params.seed, params.stop_token_ids)
         made = await self.generate(ids[:begin], whole)
         for place in range(had, len(made.token_ids)):
             await asyncio.sleep(self._pause_s)
@@ -98,7 +96,13 @@ def hangs(turn: int, seed: int) -> Any:
     return [[call("exec", command="echo begun >> marks; sleep 3; echo ended >> marks")], "done"][turn]
 
 
-SCRIPTS: dict[str, Script] = {"marks": marks, "reads": reads, "hangs": hangs}
+def big(turn: int, seed: int) -> Any:
+    """Leaves a mark and a final state of more than envd keeps as an answer."""
+    make = "import random; open('big', 'w').write(random.Random(1).randbytes(1500000).hex())"
+    return [[call("exec", command=f'echo 0 >> marks; python3 -c "{make}"')], "done"][turn]
+
+
+SCRIPTS: dict[str, Script] = {"marks": marks, "reads": reads, "hangs": hangs, "big": big}
 
 
 def settings(**changes: Any) -> RolloutConfig:

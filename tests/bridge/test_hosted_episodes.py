@@ -13,8 +13,8 @@ import pytest
 from contracts.episodes import Outcome
 from contracts.pb import bridge_pb2 as pb
 from envd.local import LocalEnvd
-from inference.bridge.client import Bridge, BridgeClient
 from inference.bridge import replay
+from inference.bridge.client import Bridge, BridgeClient
 from inference.bridge.hosted import acting
 from inference.bridge.journal import Journal
 from inference.bridge.registry import Bounds
@@ -263,5 +263,3 @@ def test_plain_client_plays_hosted_episodes(envd: str, tmp_path: Path) -> None:
             assert turns == 5 and reward == pytest.approx(1.1)
 
     asyncio.run(run())
-
-

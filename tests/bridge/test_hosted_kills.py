@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from contracts.episodes import Outcome
 from contracts.failpoints import POINTS
 from envd.local import LocalEnvd
 from inference.bridge.client import BridgeClient
@@ -77,6 +78,19 @@ async def test_kills_at_random_times_change_nothing(envd: str, tmp_path: Path) -
                 running.kill()
         await check(await playing, envd)
     assert kills > 1, "the first kill came too late"
+    await nothing_left(envd)
+
+
+@looped
+async def test_final_state_that_envd_can_not_keep_is_lost_to_a_kill(envd: str, tmp_path: Path) -> None:
+    async with BridgeClient(f"unix:{tmp_path / 'b.sock'}") as client:
+        with killable(tmp_path, envd, "big", kill_at="hosted-taken") as first:
+            playing = asyncio.create_task(played(await client.start_task(TASK)))
+            assert await asyncio.to_thread(first.wait, 120) == -signal.SIGKILL
+        with killable(tmp_path, envd, "big"):
+            row, _, about = rows_of(await playing)
+    assert row["outcome"] == Outcome.INFRA_ERROR and about["reward"] is None
+    assert "final state that was taken is lost" in about["failure"]
     await nothing_left(envd)
 
 

@@ -189,9 +189,10 @@ class BridgeClient:
     ) -> Episode:
         """Go on with an episode of this key that another client started, released or left.
 
-        prompt_ids: of a hosted episode any, such as (): the bridge has them. turns: all that have ended; a last one that the bridge has beyond them is read by `step` with the same
-        observation. seed: of its sampling. Raises the bridge's errors, and TokensChanged if its transcript is another
-        one.
+        prompt_ids: of a hosted episode (), the bridge has them. turns: all that have ended; a last one that the bridge
+        has beyond them is read by `step` with the same observation. seed: of its sampling.
+
+        Raises the bridge's errors, and TokensChanged if its transcript is another one.
         """
         state = await self.state(episode_id)
         if state.phase == "ended":

@@ -58,7 +58,9 @@ class Received:
                 self._add_span(span.version, max(span.first, known), span.end)
 
     def turn(self, end: pb.StepEnd, *, hosted: bool) -> Turn:
-        """The whole turn. hosted: with the environment's reply. Raises BridgeError if its end has another number of tokens."""
+        """The whole turn. hosted: with the environment's reply.
+
+        Raises BridgeError if its end has another number of tokens."""
         if end.tokens != self.count:
             raise BridgeError(
                 f"{self._name}: the bridge ended it after {end.tokens} tokens, and sent {self.count}: report it as a"

@@ -87,7 +87,7 @@ class Acting:
         hosted.replied()
 
     def close(self, episode: Episode, hosted: Hosted, then: Callable[[Episode], None]) -> None:
-        """Destroy the sandbox of an episode that was ended or has expired, in the background. then: called afterwards."""
+        """Destroy the sandbox of an episode that was ended or has expired, in the background. then: is called later."""
         if not hosted.place.held or episode.handle in self._closing:
             return
 
@@ -97,14 +97,16 @@ class Acting:
                 await self._closed(episode, hosted)
                 then(episode)
             except TriplaneError as error:
-                _log.warning("episode %s: its sandbox was not closed, its lifetime ends it: %s", episode.identity, error)
+                _log.warning(
+                    "episode %s: its sandbox was not closed, its lifetime ends it: %s", episode.identity, error
+                )
             finally:
                 del self._closing[episode.handle]
 
         self._closing[episode.handle] = asyncio.create_task(work())
 
     async def end(self, *, durable: bool) -> None:
-        """Wait for sandboxes that are being destroyed. durable: sandboxes of open episodes stay, for the next bridge."""
+        """Wait for sandboxes that are being destroyed. durable: those of open episodes stay, for the next bridge."""
         await asyncio.gather(*self._closing.values(), return_exceptions=True)
         if not durable:
             await asyncio.gather(*(workspace.close() for workspace in self._workspaces.values()))
@@ -160,9 +162,7 @@ class Acting:
         end.observation_ids = bytes_of(observed)
         return None
 
-    async def _call(
-        self, episode: Episode, hosted: Hosted, environment: EpisodeEnvironment, asked: ParsedTurn
-    ) -> None:
+    async def _call(self, episode: Episode, hosted: Hosted, environment: EpisodeEnvironment, asked: ParsedTurn) -> None:
         """Execute the calls of the last turn, or get their answers if they were sent before. Raises InfraFault."""
         workspace = await self._ready(episode, hosted, environment.task)
         if hosted.sent is None:
@@ -200,9 +200,7 @@ class Acting:
             self._workspaces[episode.handle] = workspace
         failpoint("hosted-asked")
         sandbox = await workspace.started()
-        found = replace(
-            place, sandbox=sandbox.id, token=sandbox.handle.token, server=sandbox.server.address
-        )
+        found = replace(place, sandbox=sandbox.id, token=sandbox.handle.token, server=sandbox.server.address)
         if found != place:
             failpoint("hosted-made")
             self._log(Kind.PLACE, episode, found.payload())
