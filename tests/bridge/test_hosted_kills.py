@@ -100,7 +100,8 @@ async def test_kill_after_the_end_of_an_episode_leaves_no_sandbox(envd: str, tmp
         with killable(tmp_path, envd, "reads", kill_at="hosted-closing") as first:
             episode = await client.start_task(TASK)
             await episode.step()
-            await asyncio.gather(episode.end(), return_exceptions=True)
+            ending = asyncio.create_task(episode.end())
             assert await asyncio.to_thread(first.wait, 60) == -signal.SIGKILL
         with killable(tmp_path, envd, "reads"):
+            assert rows_of(await ending)[0]["outcome"] == Outcome.ABORTED
             await nothing_left(envd)
