@@ -231,6 +231,25 @@ async def test_next_bridge_goes_on_with_the_same_sandbox(envd: str, tmp_path: Pa
 
 
 @looped
+async def test_next_bridge_finds_sandboxes_on_a_list_of_servers(envd: str, tmp_path: Path) -> None:
+    with LocalEnvd() as second:
+        servers = f"{envd},{second.address}"
+        async with connect(tmp_path) as client:
+            async with hosted_bridge(script(), servers, tmp_path, journal=tmp_path / "j"):
+                episodes = [await client.start_task(TASK, seed=seed) for seed in (1, 2)]
+                for episode in episodes:
+                    await episode.step()
+                assert [await live_sandboxes(each) for each in (envd, second.address)] != [0, 0]
+            async with hosted_bridge(script(), servers, tmp_path, journal=tmp_path / "j"):
+                records = [await played(episode) for episode in episodes]
+        for record in records:
+            row, _, about = rows_of(record)
+            assert row["final_diff"].count(b"+0\n+1\n+2\n") == 1 and about["reward"] is not None
+        for server in (envd, second.address):
+            await nothing_left(server)
+
+
+@looped
 async def test_calls_whose_answers_are_not_kept_any_more_are_not_sent_again(
     envd: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
