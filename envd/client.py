@@ -29,7 +29,16 @@ from contracts.pb import envd_pb2 as pb
 from contracts.pb import envd_pb2_grpc as rpc
 from envd.calling import RPC_GRACE_S, Caller
 from envd.connection import SANDBOX_TOKEN, Access, Metadata
-from envd.errors import BaseMissing, EnvdError, SandboxGone, SandboxUnknown, ServerBusy, ServerLost, TemplateError
+from envd.errors import (
+    BaseMissing,
+    EnvdError,
+    IdempotencyError,
+    SandboxGone,
+    SandboxUnknown,
+    ServerBusy,
+    ServerLost,
+    TemplateError,
+)
 from envd.meeting import default_address
 from envd.messages import export_message, left_out_of, limits_message, status_of, tool_result_of, verify_result_of
 from envd.tools.schemas import MAX_NESTING, is_too_deep
@@ -51,6 +60,7 @@ __all__ = [
     "EnvdError",
     "Export",
     "Handle",
+    "IdempotencyError",
     "LeftOut",
     "Limits",
     "Sandbox",
@@ -203,6 +213,15 @@ class SandboxClient:
         """A sandbox that lives already, by the `Sandbox.handle` of whoever created it."""
         return Sandbox(self, handle)
 
+    async def adopt(self, handle: Handle, server: str) -> Sandbox:
+        """A sandbox that an earlier client created on the server with this address (`Sandbox.server.address`).
+
+        Raises EnvdError if it is another server than this client's.
+        """
+        if server != self.address:
+            raise EnvdError(f"sandbox {handle.id[:40]} is on the envd server {server}, not on {self.address}")
+        return self.attach(handle)
+
     async def verify(
         self,
         template: str,
@@ -344,15 +363,16 @@ class Sandbox:
         reply = await self._ask("tools.Batch", request, deadline_s, idempotency_key)
         return [tool_result_of(each) for each in reply.results]
 
-    async def finish(self, *, export: Export | None = None) -> bytes:
+    async def finish(self, *, export: Export | None = None, idempotency_key: str | None = None) -> bytes:
         """Destroy the sandbox and return its workspace against its template.
 
         Git format, binary-safe, the same bytes for the same state.
 
-        export: what of it may leave the sandbox (None: everything); `left_out` tells the rest.
+        export: what of it may leave the sandbox (None: everything); `left_out` tells the rest. idempotency_key: a retry
+        with the same one gets the first try's answer, shortly after the end of the sandbox too.
         """
         request = pb.DeleteRequest(sandbox_id=self.id, want_diff=True, export=export_message(export))
-        reply = await self._ask("sandboxes.Delete", request)
+        reply = await self._ask("sandboxes.Delete", request, key=idempotency_key)
         self.requests = reply.requests_json
         return self._diff_of(reply)
 

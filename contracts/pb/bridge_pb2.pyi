@@ -36,20 +36,22 @@ class InfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class InfoReply(_message.Message):
-    __slots__ = ("versions", "vocabulary", "context_tokens", "credits", "lease_s", "max_episodes")
+    __slots__ = ("versions", "vocabulary", "context_tokens", "credits", "lease_s", "max_episodes", "hosted_tasks")
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
     VOCABULARY_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CREDITS_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
     MAX_EPISODES_FIELD_NUMBER: _ClassVar[int]
+    HOSTED_TASKS_FIELD_NUMBER: _ClassVar[int]
     versions: _containers.RepeatedScalarFieldContainer[str]
     vocabulary: int
     context_tokens: int
     credits: int
     lease_s: float
     max_episodes: int
-    def __init__(self, versions: _Optional[_Iterable[str]] = ..., vocabulary: _Optional[int] = ..., context_tokens: _Optional[int] = ..., credits: _Optional[int] = ..., lease_s: _Optional[float] = ..., max_episodes: _Optional[int] = ...) -> None: ...
+    hosted_tasks: int
+    def __init__(self, versions: _Optional[_Iterable[str]] = ..., vocabulary: _Optional[int] = ..., context_tokens: _Optional[int] = ..., credits: _Optional[int] = ..., lease_s: _Optional[float] = ..., max_episodes: _Optional[int] = ..., hosted_tasks: _Optional[int] = ...) -> None: ...
 
 class Sampling(_message.Message):
     __slots__ = ("temperature", "max_tokens", "seed", "stop_token_ids")
@@ -63,8 +65,16 @@ class Sampling(_message.Message):
     stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, temperature: _Optional[float] = ..., max_tokens: _Optional[int] = ..., seed: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
+class HostedTask(_message.Message):
+    __slots__ = ("task_id", "task_digest")
+    TASK_ID_FIELD_NUMBER: _ClassVar[int]
+    TASK_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    task_id: str
+    task_digest: str
+    def __init__(self, task_id: _Optional[str] = ..., task_digest: _Optional[str] = ...) -> None: ...
+
 class StartEpisodeRequest(_message.Message):
-    __slots__ = ("episode_id", "group_id", "prompt_ids", "rule", "version", "sampling", "lease_s", "labels")
+    __slots__ = ("episode_id", "group_id", "prompt_ids", "rule", "version", "sampling", "lease_s", "labels", "hosted")
     class LabelsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -80,6 +90,7 @@ class StartEpisodeRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
     LABELS_FIELD_NUMBER: _ClassVar[int]
+    HOSTED_FIELD_NUMBER: _ClassVar[int]
     episode_id: str
     group_id: str
     prompt_ids: bytes
@@ -88,7 +99,8 @@ class StartEpisodeRequest(_message.Message):
     sampling: Sampling
     lease_s: float
     labels: _containers.ScalarMap[str, str]
-    def __init__(self, episode_id: _Optional[str] = ..., group_id: _Optional[str] = ..., prompt_ids: _Optional[bytes] = ..., rule: _Optional[_Union[VersionRule, str]] = ..., version: _Optional[str] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., lease_s: _Optional[float] = ..., labels: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    hosted: HostedTask
+    def __init__(self, episode_id: _Optional[str] = ..., group_id: _Optional[str] = ..., prompt_ids: _Optional[bytes] = ..., rule: _Optional[_Union[VersionRule, str]] = ..., version: _Optional[str] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., lease_s: _Optional[float] = ..., labels: _Optional[_Mapping[str, str]] = ..., hosted: _Optional[_Union[HostedTask, _Mapping]] = ...) -> None: ...
 
 class StepRequest(_message.Message):
     __slots__ = ("episode_id", "step", "observation_ids", "from_token", "sampling", "turn_s")
@@ -128,13 +140,50 @@ class Tokens(_message.Message):
     spans: _containers.RepeatedCompositeFieldContainer[Span]
     def __init__(self, first: _Optional[int] = ..., ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., spans: _Optional[_Iterable[_Union[Span, _Mapping]]] = ...) -> None: ...
 
+class ToolResult(_message.Message):
+    __slots__ = ("name", "arguments", "ok", "text")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ARGUMENTS_FIELD_NUMBER: _ClassVar[int]
+    OK_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    arguments: str
+    ok: bool
+    text: str
+    def __init__(self, name: _Optional[str] = ..., arguments: _Optional[str] = ..., ok: _Optional[bool] = ..., text: _Optional[str] = ...) -> None: ...
+
 class StepEnd(_message.Message):
-    __slots__ = ("finish", "tokens")
+    __slots__ = ("finish", "tokens", "results", "format_error", "observation_ids", "done", "outcome", "failure", "reward", "components", "verdict")
+    class ComponentsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     FINISH_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RESULTS_FIELD_NUMBER: _ClassVar[int]
+    FORMAT_ERROR_FIELD_NUMBER: _ClassVar[int]
+    OBSERVATION_IDS_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    REWARD_FIELD_NUMBER: _ClassVar[int]
+    COMPONENTS_FIELD_NUMBER: _ClassVar[int]
+    VERDICT_FIELD_NUMBER: _ClassVar[int]
     finish: Finish
     tokens: int
-    def __init__(self, finish: _Optional[_Union[Finish, str]] = ..., tokens: _Optional[int] = ...) -> None: ...
+    results: _containers.RepeatedCompositeFieldContainer[ToolResult]
+    format_error: str
+    observation_ids: bytes
+    done: bool
+    outcome: str
+    failure: str
+    reward: float
+    components: _containers.ScalarMap[str, float]
+    verdict: str
+    def __init__(self, finish: _Optional[_Union[Finish, str]] = ..., tokens: _Optional[int] = ..., results: _Optional[_Iterable[_Union[ToolResult, _Mapping]]] = ..., format_error: _Optional[str] = ..., observation_ids: _Optional[bytes] = ..., done: _Optional[bool] = ..., outcome: _Optional[str] = ..., failure: _Optional[str] = ..., reward: _Optional[float] = ..., components: _Optional[_Mapping[str, float]] = ..., verdict: _Optional[str] = ...) -> None: ...
 
 class StepEvent(_message.Message):
     __slots__ = ("episode_id", "step", "tokens", "end")
@@ -192,7 +241,7 @@ class StepName(_message.Message):
     def __init__(self, episode_id: _Optional[str] = ..., step: _Optional[int] = ...) -> None: ...
 
 class EpisodeState(_message.Message):
-    __slots__ = ("episode_id", "phase", "steps", "tokens", "version", "expires_unix", "digest")
+    __slots__ = ("episode_id", "phase", "steps", "tokens", "version", "expires_unix", "digest", "prompt_ids")
     EPISODE_ID_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
@@ -200,6 +249,7 @@ class EpisodeState(_message.Message):
     VERSION_FIELD_NUMBER: _ClassVar[int]
     EXPIRES_UNIX_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
     episode_id: str
     phase: str
     steps: int
@@ -207,7 +257,8 @@ class EpisodeState(_message.Message):
     version: str
     expires_unix: float
     digest: str
-    def __init__(self, episode_id: _Optional[str] = ..., phase: _Optional[str] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., version: _Optional[str] = ..., expires_unix: _Optional[float] = ..., digest: _Optional[str] = ...) -> None: ...
+    prompt_ids: bytes
+    def __init__(self, episode_id: _Optional[str] = ..., phase: _Optional[str] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., version: _Optional[str] = ..., expires_unix: _Optional[float] = ..., digest: _Optional[str] = ..., prompt_ids: _Optional[bytes] = ...) -> None: ...
 
 class RenewRequest(_message.Message):
     __slots__ = ("episode_ids",)

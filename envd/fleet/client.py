@@ -139,6 +139,14 @@ class FleetClient(SandboxClient):
                 return member.attach(handle)
         raise EnvdError(f"sandbox {handle.id[:40]} is not of this client: attach with a client of its own server")
 
+    async def adopt(self, handle: Handle, server: str) -> Sandbox:
+        """See SandboxClient.adopt: on one of the listed servers."""
+        await self._refresh()
+        member = self._members.get(server)
+        if member is None:
+            raise EnvdError(f"sandbox {handle.id[:40]} is on the envd server {server}, which {self.address} lacks")
+        return member.adopted(handle)
+
     async def verify(
         self,
         template: str,

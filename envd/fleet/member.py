@@ -66,6 +66,11 @@ class Member(OperationsClient):
         self._sandboxes[handle.id] = sandbox
         return sandbox
 
+    def adopted(self, handle: Handle) -> MovableSandbox:
+        """A sandbox that an earlier client created on this server, counted as one of this client."""
+        self._open_ids.add(handle.id)
+        return self.attach(handle)
+
     @property
     def load(self) -> int:
         """Sandboxes of this client on the server, with creations and verifications in progress."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -31,6 +31,10 @@ class Limits:
     """Token ids are in [0, vocabulary); 0: unknown."""
     context_tokens: int
     """Longest context; 0: unknown."""
+
+    def within(self, context_tokens: int) -> Limits:
+        """The same with a context of at most so many tokens."""
+        return replace(self, context_tokens=min(self.context_tokens or context_tokens, context_tokens))
 
     def check_ids(self, ids: bytes, field: str) -> int:
         """Number of the token ids in `ids`, little-endian int32. Raises BadMessage."""
@@ -65,9 +69,13 @@ class Sampling:
     stop_token_ids: tuple[int, ...]
 
 
-def sampling_of(message: pb.Sampling, limits: Limits) -> Sampling:
-    """Sampling parameters of a message. Raises BadMessage."""
+def sampling_of(message: pb.Sampling, limits: Limits, *, hosted: bool = False) -> Sampling:
+    """Sampling parameters of a message. hosted: with the temperature that was meant by the message's float32, as
+    rollouts have it. Raises BadMessage.
+    """
     temperature = message.temperature if message.HasField("temperature") else 1.0
+    if hosted:
+        temperature = float(str(np.float32(temperature)))
     if temperature != 0:
         check_temperature(temperature, "sampling.temperature")
     if message.max_tokens < 0:
@@ -100,7 +108,7 @@ def check_start(message: pb.StartEpisodeRequest, limits: Limits) -> Sampling:
     if not _GROUP_ID.fullmatch(message.group_id):
         raise BadMessage(f"group_id={message.group_id[:80]!r}: must be at most 64 characters of [0-9a-zA-Z_-]")
     tokens = limits.check_ids(message.prompt_ids, "prompt_ids")
-    if not tokens:
+    if not tokens and not message.HasField("hosted"):
         raise BadMessage("prompt_ids is empty: the policy needs at least one token")
     limits.check_room(tokens, "prompt_ids")
     check_seconds(message.lease_s, "lease_s")

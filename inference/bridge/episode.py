@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import time
+from collections.abc import Sequence
 from typing import Final
+
+import numpy as np
 
 from contracts.pb import bridge_pb2 as pb
 from inference.bridge.checks import Sampling
+from inference.bridge.hosted.state import Hosted, Place
 
 TOKEN_BYTES: Final = 4
 """Bytes of a token id (int32) and of a logprob (float32)."""
@@ -17,7 +22,7 @@ MESSAGE_TOKENS: Final = 16_384
 class Turn:
     """One turn of the policy, as places in its episode's context."""
 
-    __slots__ = ("begin", "finish", "first", "logprob", "sampling", "spans", "tokens")
+    __slots__ = ("begin", "finish", "first", "logprob", "reply", "sampling", "spans", "tokens")
 
     def __init__(self, begin: int, first: int, logprob: int, sampling: Sampling | None) -> None:
         self.begin = begin
@@ -33,7 +38,9 @@ class Turn:
         self.spans: list[tuple[str, int, int]] = []
         """(policy version, first, end) among this turn's policy tokens, contiguous and complete."""
         self.finish: int | None = None
-        """pb.Finish; None until the turn has ended."""
+        """pb.Finish; None until its last token was sampled."""
+        self.reply: pb.StepEnd | None = None
+        """What the environment of a hosted episode replied; None until it has."""
 
     def extend_span(self, version: str, count: int) -> None:
         """Note that `version` made the next `count` tokens."""
@@ -52,6 +59,7 @@ class Episode:
         "expires",
         "group_id",
         "handle",
+        "hosted",
         "identity",
         "ids",
         "labels",
@@ -81,6 +89,8 @@ class Episode:
         self.labels: dict[str, str] | None = dict(start.labels) or None
         self.started_as = content_of(start)
         """Digest of the request that started it."""
+        self.hosted = Hosted(start.hosted, Place(time.time())) if start.HasField("hosted") else None
+        """The environment's side; None: the client plays it."""
         self.lease_s = lease_s
         self.expires = 0.0
         """When its lease ends, on the monotonic clock."""
@@ -99,7 +109,21 @@ class Episode:
             return "ended"
         if self.expired:
             return "expired"
-        return "stepping" if self.turns and self.turns[-1].finish is None else "open"
+        return "open" if self.is_settled else "stepping"
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether its last turn, if there is one, is complete: its tokens, and where hosted the environment's reply."""
+        return not self.turns or self.is_over(self.turns[-1])
+
+    def is_over(self, turn: Turn) -> bool:
+        """Whether a turn is complete."""
+        return turn.finish is not None and (self.hosted is None or turn.reply is not None)
+
+    @property
+    def holds_sandbox(self) -> bool:
+        """Whether there may be a sandbox of it."""
+        return self.hosted is not None and self.hosted.place.held
 
     @property
     def is_open(self) -> bool:
@@ -124,6 +148,15 @@ class Episode:
         self.ids += ids
         self.logprobs += logprobs
         self.turns[-1].extend_span(version, len(ids) // TOKEN_BYTES)
+
+    def policy_ids(self, turn: Turn) -> bytes:
+        """The policy's tokens of a turn."""
+        return bytes(memoryview(self.ids)[turn.first * TOKEN_BYTES : (turn.first + turn.tokens) * TOKEN_BYTES])
+
+    @property
+    def prompt(self) -> bytes:
+        """The tokens before the first turn."""
+        return bytes(memoryview(self.ids)[: self.turns[0].begin * TOKEN_BYTES if self.turns else len(self.ids)])
 
     def observation_of(self, turn: Turn) -> bytes:
         """The environment's tokens before a turn."""
@@ -153,6 +186,19 @@ class Episode:
         self.expired = True
         self.ids, self.logprobs, self.labels = bytearray(), bytearray(), None
         self.turns.clear()
+        if self.hosted is not None:
+            self.hosted.replied()
+            self.hosted.final = None
+
+
+def bytes_of(ids: Sequence[int]) -> bytes:
+    """Token ids as little-endian int32."""
+    return np.array(ids, "<i4").tobytes()
+
+
+def ids_of(data: bytes) -> list[int]:
+    """Token ids of little-endian int32."""
+    return np.frombuffer(data, "<i4").tolist()  # type: ignore[no-any-return]
 
 
 def content_of(start: pb.StartEpisodeRequest) -> bytes:

@@ -3,11 +3,11 @@
 | error | status |
 |---|---|
 | BadMessage, RequestTooLong | INVALID_ARGUMENT |
-| UnknownEpisode, EpisodeExpired | NOT_FOUND |
+| UnknownEpisode, EpisodeExpired, UnknownTask | NOT_FOUND |
 | EpisodeConflict | ALREADY_EXISTS |
-| WrongStep, EpisodeEnded, StaleVersion | FAILED_PRECONDITION |
+| WrongStep, EpisodeEnded, EpisodeDone, StaleVersion | FAILED_PRECONDITION |
 | TooManyEpisodes, TooManySteps | RESOURCE_EXHAUSTED |
-| Draining, EngineStopped, EngineUnreachable, JournalError | UNAVAILABLE |
+| Draining, EngineStopped, EngineUnreachable, JournalError, GradingFailed | UNAVAILABLE |
 """
 
 from __future__ import annotations
@@ -33,6 +33,18 @@ class EpisodeExpired(BridgeError):
 
 class EpisodeEnded(BridgeError):
     """The episode was ended and takes no more steps."""
+
+
+class EpisodeDone(BridgeError):
+    """The hosted episode is over and takes no more steps; it can be ended."""
+
+
+class UnknownTask(BridgeError):
+    """The bridge hosts no task of this name, or not with this digest."""
+
+
+class GradingFailed(BridgeError):
+    """The verdict on a hosted episode could not be had. The same step, asked again, tries again."""
 
 
 class EpisodeConflict(BridgeError):

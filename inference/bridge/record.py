@@ -1,8 +1,8 @@
 """An ended episode as its client gets it: a row of EPISODES and a row of SEQUENCES, as two Arrow IPC streams one after
 the other.
 
-What EPISODES has no column for (reward, components, labels, version rule) is JSON in the metadata of its schema, under
-METADATA. The labels task_id, task_digest and image_digest are those columns.
+What EPISODES has no column for (reward, components, verdict, labels, version rule) is JSON in the metadata of its
+schema, under METADATA. The labels task_id, task_digest and image_digest are those columns.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from contracts.digests import sha256
 from contracts.episodes import EPISODES, SEQUENCES, Outcome, TokenRole
 from contracts.pb import bridge_pb2 as pb
 from inference.bridge.episode import Episode
+from inference.bridge.hosted.state import Final, call_records
 
 METADATA = b"triplane.bridge"
 PIECE_BYTES = 1 << 20
@@ -44,20 +45,28 @@ def chunks(episode: Episode) -> Iterator[pb.EpisodeChunk]:
 
 def record(episode: Episode) -> bytes:
     """The record of an ended episode. Equal bytes for equal episodes."""
-    return _stream(_row(episode)) + _stream(_sequence(episode))
+    table = row(episode).replace_schema_metadata({METADATA: json.dumps(_about(episode), sort_keys=True).encode()})
+    return _stream(table) + _stream(_sequence(episode))
 
 
 def outcome_of(episode: Episode) -> Outcome:
-    """Outcome by the client's word and the finish of the last turn."""
+    """Outcome by the client's word and the finish of the last turn, or as the environment of a hosted episode found it.
+
+    A hosted one that was ended before it was over is ABORTED.
+    """
     if episode.ended is not None and episode.ended.aborted:
         return Outcome.ABORTED
+    if episode.hosted is not None:
+        return Outcome.ABORTED if episode.hosted.final is None else Outcome(episode.hosted.final.end.outcome)
     finish = episode.turns[-1].finish if episode.turns else None
     return _OUTCOMES.get(finish, Outcome.COMPLETED)
 
 
-def _row(episode: Episode) -> pa.Table:
-    labels, said = episode.labels or {}, episode.ended or pb.EndEpisodeRequest()
-    row: dict[str, Any] = {
+def row(episode: Episode) -> pa.Table:
+    """The row of EPISODES of an episode that was ended, or is over."""
+    labels, outcome, final = episode.labels or {}, outcome_of(episode), _final_of(episode)
+    replies = replies_of(episode)
+    values: dict[str, Any] = {
         "episode_id": episode.identity,
         "group_id": episode.group_id,
         "task_id": labels.get("task_id", ""),
@@ -69,24 +78,47 @@ def _row(episode: Episode) -> pa.Table:
         "policy_version": episode.version,
         "temperature": episode.sampling.temperature,
         "max_tokens": episode.sampling.max_tokens,
-        "outcome": outcome_of(episode).value,
-        "failure": None,
+        "outcome": outcome.value,
+        "failure": final.end.failure if outcome is Outcome.FAILED else None,
         "turns": len(episode.turns),
-        "tool_calls": [],
-        "format_errors": 0,
+        "tool_calls": [vars(call) for call in call_records(replies)],
+        "format_errors": sum(bool(reply.format_error) for reply in replies),
         "policy_tokens": sum(turn.tokens for turn in episode.turns),
-        "final_state": [{"kind": "diff", "digest": sha256(b"")}],
-        "final_diff": b"",
+        "final_state": [{"kind": final.kind, "digest": sha256(final.state)}],
+        "final_diff": final.state,
     }
-    about = {
+    return pa.Table.from_pylist([values], schema=EPISODES)
+
+
+def replies_of(episode: Episode) -> list[pb.StepEnd]:
+    """What the environment of a hosted episode replied to each turn; none of another episode."""
+    replies = [turn.reply for turn in episode.turns if turn.reply is not None]
+    ungraded = episode.hosted is not None and episode.hosted.final is not None and not episode.is_settled
+    return [*replies, _final_of(episode).end] if ungraded else replies
+
+
+def _final_of(episode: Episode) -> Final:
+    """The final state; the empty diff where there is none."""
+    found = None if episode.hosted is None else episode.hosted.final
+    return found or Final(pb.StepEnd(), b"", "diff")
+
+
+def _about(episode: Episode) -> dict[str, Any]:
+    said = episode.ended or pb.EndEpisodeRequest()
+    about: dict[str, Any] = {
         "aborted": said.aborted,
         "components": dict(said.components),
-        "labels": labels,
+        "labels": episode.labels or {},
         "reward": said.reward if said.HasField("reward") else None,
         "rule": "FOLLOW" if episode.rule == pb.FOLLOW else "PINNED",
     }
-    table = pa.Table.from_pylist([row], schema=EPISODES)
-    return table.replace_schema_metadata({METADATA: json.dumps(about, sort_keys=True).encode()})
+    reply = next(iter(replies_of(episode)[-1:]), None)
+    if reply is not None:
+        about["verdict"] = reply.verdict
+        about["failure"] = reply.failure
+        about["components"] |= dict(reply.components)
+        about["reward"] = reply.reward if reply.HasField("reward") else None
+    return about
 
 
 def _sequence(episode: Episode) -> pa.Table:

@@ -77,13 +77,18 @@ class Registry:
                 f"{self.open} episodes are open, as many as the bridge holds: end some, or raise --max-episodes"
             )
 
-    def add(self, owner: str, start: pb.StartEpisodeRequest, sampling: Sampling, version: str) -> Episode:
-        """Add a new episode. Raises TooManyEpisodes, JournalError."""
+    def add(
+        self, owner: str, start: pb.StartEpisodeRequest, sampling: Sampling, version: str, started_as: bytes
+    ) -> Episode:
+        """Add a new episode. started_as: digest of the request for it. Raises TooManyEpisodes, JournalError."""
         self.check_open()
         lease_s = min(start.lease_s or self.bounds.lease_s, self.bounds.lease_s)
         episode = Episode(owner, start, sampling, version, lease_s, self._next_handle)
+        episode.started_as = started_as
         self.log(Kind.START, episode, replay.start_payload(episode, start))
         self._next_handle += 1
+        if episode.hosted is not None:
+            self.log(Kind.PLACE, episode, episode.hosted.place.payload())
         self._take(episode)
         return episode
 
@@ -140,7 +145,7 @@ class Registry:
             _, episode = self._closed.popleft()
             del self._episodes[episode.owner, episode.identity]
             del self._handles[episode.handle]
-            if not episode.expired:
+            if not episode.expired or episode.holds_sandbox:
                 self._forget(episode)
         if self._journal is not None:
             try:
@@ -152,9 +157,15 @@ class Registry:
         if not self._release(episode):
             self.renew(episode)
             return
-        self._forget(episode)
+        if not episode.holds_sandbox:
+            self._forget(episode)
         episode.expire()
         self.close(episode)
+
+    def sandbox_closed(self, episode: Episode) -> None:
+        """Note that the sandbox of a closed episode is gone: the journal need not remember an expired one for it."""
+        if episode.expired and self._handles.get(episode.handle) is episode:
+            self._forget(episode)
 
     def _forget(self, episode: Episode) -> None:
         """Let the journal forget an episode. If it can't be told, the next bridge lets the episode expire again."""

@@ -12,6 +12,7 @@ from contracts.pb import bridge_pb2 as pb
 from inference.bridge.checks import Limits, Sampling, sampling_of
 from inference.bridge.episode import TOKEN_BYTES, Episode, Turn
 from inference.bridge.errors import JournalError
+from inference.bridge.hosted.state import Final, Hosted, Place, Sent
 from inference.bridge.journal import Frame, Journal, frame, split
 
 _START = struct.Struct("<HHd32s")
@@ -35,6 +36,16 @@ class Kind(IntEnum):
     """EndEpisodeRequest."""
     FORGET = 6
     """The episode expired, or ended long ago."""
+    PLACE = 7
+    """Hosted: where the sandbox is, `hosted.state.Place`. The newest one counts."""
+    CALLS = 8
+    """Hosted: the last turn's calls may be sent from now on, `hosted.state.Sent`."""
+    ANSWERS = 9
+    """Hosted: results of those calls, a StepEnd."""
+    FINAL = 10
+    """Hosted: the episode is over, `hosted.state.Final`."""
+    REPLY = 11
+    """Hosted: the environment's reply to the last turn, a StepEnd."""
 
 
 def start_payload(episode: Episode, start: pb.StartEpisodeRequest) -> bytes:
@@ -56,16 +67,20 @@ def snapshot(episode: Episode) -> Iterator[bytes]:
     def framed(kind: Kind, payload: bytes) -> bytes:
         return frame(kind, episode.handle, payload)
 
-    prompt = episode.turns[0].begin * TOKEN_BYTES if episode.turns else len(episode.ids)
     start = pb.StartEpisodeRequest(
         episode_id=episode.identity,
         group_id=episode.group_id,
-        prompt_ids=bytes(memoryview(episode.ids)[:prompt]),
+        prompt_ids=episode.prompt,
         rule=episode.rule,
         sampling=sampling_message(episode.sampling),
         labels=episode.labels or {},
     )
+    hosted = episode.hosted
+    if hosted is not None:
+        start.hosted.CopyFrom(pb.HostedTask(task_id=hosted.task_id, task_digest=hosted.task_digest))
     yield framed(Kind.START, start_payload(episode, start))
+    if hosted is not None:
+        yield framed(Kind.PLACE, hosted.place.payload())
     for index, turn in enumerate(episode.turns):
         step = pb.StepRequest(step=index + 1, observation_ids=episode.observation_of(turn))
         if turn.sampling is not None:
@@ -74,6 +89,10 @@ def snapshot(episode: Episode) -> Iterator[bytes]:
         yield from (framed(Kind.TOKENS, payload) for payload in _spans_of(episode, turn))
         if turn.finish is not None:
             yield framed(Kind.FINISH, bytes([turn.finish]))
+        if turn.reply is not None:
+            yield framed(Kind.REPLY, turn.reply.SerializeToString())
+    if hosted is not None:
+        yield from (framed(kind, payload) for kind, payload in _unfinished(hosted))
     if episode.ended is not None:
         yield framed(Kind.END, episode.ended.SerializeToString())
 
@@ -85,7 +104,7 @@ def replay(frames: Iterable[Frame]) -> dict[int, Episode]:
     """
     try:
         return _replay(frames)
-    except (struct.error, DecodeError, UnicodeDecodeError, IndexError) as error:
+    except (struct.error, DecodeError, ValueError, TypeError, IndexError) as error:
         raise JournalError(f"the journal has a frame that can't be read ({error}): move it away") from error
 
 
@@ -110,7 +129,8 @@ def _apply(found: dict[int, Episode], each: Frame) -> None:
         return
     if each.kind == Kind.TURN:
         step = pb.StepRequest.FromString(each.payload)
-        sampling = sampling_of(step.sampling, _ANY) if step.HasField("sampling") else None
+        hosted = episode.hosted is not None
+        sampling = sampling_of(step.sampling, _ANY, hosted=hosted) if step.HasField("sampling") else None
         episode.begin_turn(step.observation_ids, sampling)
     elif each.kind == Kind.TOKENS:
         count, named = _TOKENS.unpack_from(each.payload)
@@ -124,6 +144,22 @@ def _apply(found: dict[int, Episode], each: Frame) -> None:
         episode.ended = pb.EndEpisodeRequest.FromString(each.payload)
     elif each.kind == Kind.FORGET:
         del found[each.handle]
+    elif episode.hosted is not None:
+        _apply_hosted(episode, episode.hosted, each)
+
+
+def _apply_hosted(episode: Episode, hosted: Hosted, each: Frame) -> None:
+    if each.kind == Kind.PLACE:
+        hosted.place = Place.of(each.payload)
+    elif each.kind == Kind.CALLS:
+        hosted.sent = Sent.of(each.payload)
+    elif each.kind == Kind.ANSWERS:
+        hosted.answers = pb.StepEnd.FromString(each.payload)
+    elif each.kind == Kind.FINAL:
+        hosted.final = Final.of(each.payload)
+    elif each.kind == Kind.REPLY:
+        episode.turns[-1].reply = pb.StepEnd.FromString(each.payload)
+        hosted.replied()
 
 
 def _started(each: Frame) -> Episode:
@@ -134,13 +170,23 @@ def _started(each: Frame) -> Episode:
     episode = Episode(
         each.payload[_START.size : owner].decode(),
         start,
-        sampling_of(start.sampling, _ANY),
+        sampling_of(start.sampling, _ANY, hosted=start.HasField("hosted")),
         each.payload[owner:version].decode(),
         lease_s,
         each.handle,
     )
     episode.started_as = digest
     return episode
+
+
+def _unfinished(hosted: Hosted) -> Iterator[tuple[Kind, bytes]]:
+    """Frames about the last turn of a hosted episode before its reply, and about its end."""
+    if hosted.sent is not None:
+        yield Kind.CALLS, hosted.sent.payload()
+    if hosted.answers is not None:
+        yield Kind.ANSWERS, hosted.answers.SerializeToString()
+    if hosted.final is not None:
+        yield Kind.FINAL, hosted.final.payload()
 
 
 def _spans_of(episode: Episode, turn: Turn) -> Iterator[bytes]:

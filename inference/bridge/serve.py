@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from contracts.rpc.keys import KeyCheck
 from contracts.rpc.listening import Listening
 from inference.bridge.calls import Unreadable
 from inference.bridge.checks import Limits
+from inference.bridge.hosted.hosting import Hosting
 from inference.bridge.journal import Journal
 from inference.bridge.policy_file import PolicyFile
 from inference.bridge.service import BridgeService
@@ -71,6 +72,8 @@ class Options:
     engine: BuiltinConfig | OpenAIConfig = field(default_factory=BuiltinConfig)
     policies: PolicyFile | None = None
     """Names the policies to serve after the first one."""
+    hosting: Callable[[], contextlib.AbstractAsyncContextManager[Hosting]] | None = None
+    """Opens what hosted episodes are played with; None: the bridge hosts none."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,8 @@ async def serving(engine: Engine, limits: Limits, options: Options) -> AsyncIter
         journal = None if options.journal is None else Journal(options.journal)
         if journal is not None:
             stack.callback(journal.close)
-        sessions = Sessions(engine, limits, options.bounds, journal)
+        hosting = None if options.hosting is None else await stack.enter_async_context(options.hosting())
+        sessions = Sessions(engine, limits, options.bounds, journal, hosting)
         stack.push_async_callback(sessions.close)
         checks: list[grpc.aio.ServerInterceptor] = [KeyCheck(keys, _ADVICE)] if keys else []
         server = grpc.aio.server(options=_SERVER_OPTIONS, interceptors=[*checks, Unreadable()])

@@ -75,6 +75,7 @@ class BridgeService(rpc.BridgeServicer):
             credits=sessions.bounds.credits,
             lease_s=sessions.bounds.lease_s,
             max_episodes=sessions.bounds.max_episodes,
+            hosted_tasks=0 if sessions.hosting is None else len(sessions.hosting.tasks),
         )
 
     @unary

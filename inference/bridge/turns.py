@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 
 import numpy as np
@@ -50,7 +50,7 @@ class Subscription:
 
     def notify(self) -> None:
         """Wake the reader if there is something to take."""
-        ready = self._turn.tokens > self.cursor or self._turn.finish is not None or self.error is not None
+        ready = self._turn.tokens > self.cursor or self._episode.is_over(self._turn) or self.error is not None
         if ready and not self._called and not self.done:
             self._called = True
             self._wake(self)
@@ -71,8 +71,11 @@ class Subscription:
         new = turn.tokens > self.cursor
         if new:
             self.cursor = self._episode.fill_tokens(event.tokens, turn, self.cursor)
-        if turn.finish is not None and self.cursor >= turn.tokens:
-            event.end.finish, event.end.tokens = turn.finish, turn.tokens  # type: ignore[assignment]
+        if self._episode.is_over(turn) and self.cursor >= turn.tokens:
+            if turn.reply is not None:
+                event.end.CopyFrom(turn.reply)
+            else:
+                event.end.finish, event.end.tokens = turn.finish, turn.tokens  # type: ignore[assignment]
             self.done = True
         elif not new and self.error is not None:
             self.done = True
@@ -96,23 +99,33 @@ class Running:
         *,
         add: Callable[[Running, list[tuple[str, bytes, bytes]]], None],
         end: Callable[[Running, int], None],
+        act: Callable[[], Awaitable[None]] | None,
+        over: Callable[[Running], None],
         fail: Callable[[Running, BridgeError], None],
     ) -> None:
         """context_tokens: longest context, 0 for unknown. turn_s: seconds after which the turn ends, 0 for none.
 
-        add: keeps tokens as (version, ids, logprobs). end: ends the turn as a pb.Finish. fail: stops it without an end.
+        add: keeps tokens as (version, ids, logprobs). end: ends sampling as a pb.Finish. act: makes the environment
+        reply to the turn, where the bridge hosts it. over: called when the turn is complete. fail: stops it
+        without an end.
         """
         self.episode, self.turn = episode, episode.turns[-1]
         self.readers: set[Subscription] = set()
         self.lost = False
         """Whether the engine ended the completion because it was closed."""
         self._engine, self._context = engine, context_tokens
-        self._add, self._end, self._fail = add, end, fail
+        self._add, self._end, self._act, self._over, self._fail = add, end, act, over, fail
         self.task = asyncio.create_task(self._run(turn_s))
 
     def stop(self) -> None:
         """Stop sampling. The caller decides what the turn ends as."""
         self.task.cancel()
+
+    def fail(self, error: BridgeError) -> None:
+        """Let all readers raise an error after the tokens that there are."""
+        for reader in self.readers:
+            reader.error = error
+        self.wake_readers()
 
     def wake_readers(self) -> None:
         """Wake all readers."""
@@ -127,6 +140,23 @@ class Running:
         return SamplingParams(sampling.temperature, min(wanted, room), sampling.seed, sampling.stop_token_ids)
 
     async def _run(self, turn_s: float) -> None:
+        """Sample the rest of the turn, and let the environment reply."""
+        try:
+            if self.turn.finish is None:
+                await self._sampled(turn_s)
+            if self.turn.finish is None:  # the bridge ends, and the next one goes on
+                return
+            if self._act is not None:
+                await self._act()
+            self._over(self)
+        except BridgeError as error:  # the turn can go on later
+            self._fail(self, error)
+        except Exception as error:  # noqa: BLE001 (told to the client, and logged)
+            _log.exception("episode %s: its environment failed", self.episode.identity)
+            self._fail(self, BridgeError(f"the environment of episode {self.episode.identity} failed: {error!r}"))
+
+    async def _sampled(self, turn_s: float) -> None:
+        """Sample to the end. Raises BridgeError of the journal: the tokens were not kept."""
         limit: asyncio.Timeout | None = None
         try:
             if turn_s:
@@ -134,9 +164,8 @@ class Running:
                     finish = await self._sample()
             else:
                 finish = await self._sample()
-        except BridgeError as error:  # of the journal: the tokens were not kept, so the turn can go on later
-            self._fail(self, error)
-            return
+        except BridgeError:
+            raise
         except StaleVersion:
             finish = pb.STALE
         except RequestTooLong:
@@ -145,10 +174,7 @@ class Running:
             finish = pb.DEADLINE if limit is not None and limit.expired() else self._engine_lost(error)
         except Exception as error:  # noqa: BLE001 (told to the client as ENGINE_LOST, and logged)
             finish = self._engine_lost(error)
-        try:
-            self._end(self, finish)
-        except BridgeError as error:
-            self._fail(self, error)
+        self._end(self, finish)
 
     async def _sample(self) -> int:
         """Sample to the end of the turn and return its pb.Finish."""

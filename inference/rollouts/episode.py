@@ -16,9 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from contracts.chat import ChatTokenizer
-from contracts.episodes import Episode, Outcome, Slot, ToolCallRecord, episode_id
+from contracts.episodes import Episode, Outcome, Slot, episode_id
 from contracts.errors import InfraFault
-from contracts.final_states import AnswerState
 from contracts.retries import backoff_s
 from contracts.store import Store
 from contracts.tasks import Task
@@ -35,13 +34,11 @@ from inference.errors import (
 from inference.rollouts import ledger
 from inference.rollouts.blame import is_agents_fault
 from inference.rollouts.config import RolloutConfig
-from inference.rollouts.prompt import first_messages
+from inference.rollouts.environment import EpisodeEnvironment
 from inference.rollouts.transcript import Transcript
-from inference.rollouts.turn import answer_of, answer_turn, read_turn
 from inference.rollouts.workspace import Workspace, Workspaces
 
 BACKOFF_S = 0.2
-MIN_TOOL_S = 0.05
 _HOST = socket.gethostname()
 _log = logging.getLogger(__name__)
 
@@ -136,12 +133,9 @@ class Attempt:
         self._player, self._task, self._slot = player, task, slot
         self._group_id, self._attempt = group_id, attempt
         self._workspace: Workspace = player.workspaces.open(task)
-        self._transcript = Transcript(player.tokenizer.prompt(first_messages(player.config, task)))
-        self._stops = (player.tokenizer.end_of_turn, player.tokenizer.pad)
-        self._calls: list[ToolCallRecord] = []
-        self._turns = self._format_errors = self._sampled = 0
-        self._said = ""
-        """Text of the turn that ended the episode."""
+        self._environment = EpisodeEnvironment(task, player.config, player.tokenizer)
+        self._transcript = Transcript(self._environment.prompt())
+        self._sampled = 0
         self._started = time.perf_counter()
         self._sampling_seconds = self._tool_seconds = 0.0
         self.broken_by_agent = False
@@ -153,18 +147,12 @@ class Attempt:
             outcome = await self._run()
             if outcome is Outcome.TIMED_OUT:
                 self._require_own_time()
-            return self.episode(outcome, await self._final_state())
+            return self.episode(outcome, await self._environment.final_state(self._workspace))
         except SandboxBroken:
             self.broken_by_agent = await is_agents_fault(self._workspace, self._player.workspaces, self._task)
             raise
         finally:
             await self._workspace.close()
-
-    async def _final_state(self) -> bytes:
-        """Bytes of the final state. Raises SandboxBroken."""
-        if isinstance(self._task.final_state, AnswerState):
-            return answer_of(self._calls, self._said)
-        return await self._workspace.finish()
 
     def _require_own_time(self) -> None:
         """Raise InfraFault if the clock decided bits that count, unless the agent's own calls took most of the time in
@@ -181,7 +169,7 @@ class Attempt:
             )
 
     async def _run(self) -> Outcome:
-        while self._turns < self._player.config.max_turns:
+        while self._environment.turns < self._player.config.max_turns:
             outcome = await self._step()
             if outcome is not None:
                 return outcome
@@ -205,7 +193,7 @@ class Attempt:
         if room < 1:
             return None
         routing_from = self._transcript.routed if config.record_routing else None
-        params = SamplingParams(config.temperature, room, self._slot.token_seed, self._stops, routing_from)
+        params = SamplingParams(config.temperature, room, self._slot.token_seed, self._environment.stops, routing_from)
         began = time.perf_counter()
         try:
             completion = await self._player.engine.generate(self._transcript.token_ids, params)
@@ -223,40 +211,30 @@ class Attempt:
         if config.record_routing:
             self._check_routing(completion)
         self._transcript.add_policy(completion)
-        self._turns += 1
+        self._environment.turns += 1
         self._sampled += len(completion.token_ids)
         ledger.record(
-            self._player.key, self._group_id, self.episode_id, self._attempt, self._turns, len(completion.token_ids)
+            *(self._player.key, self._group_id, self.episode_id, self._attempt),
+            *(self._environment.turns, len(completion.token_ids)),
         )
         return completion
 
     async def _execute(self, completion: Completion) -> Outcome | None:
-        """Execute the calls of the policy.
-
-        An answer that leaves no room for another token is left out: the policy never read it.
-        """
-        config = self._player.config
-        text = self._player.tokenizer.decode(completion.token_ids[:-1])
-        turn = read_turn(text)
-        if turn.error is None and not turn.calls:
-            self._said = text
-            return Outcome.COMPLETED
-        if turn.error is not None:
-            self._format_errors += 1
-            if self._format_errors > config.max_format_errors:
-                return Outcome.FORMAT_ERROR
+        """Execute the calls of the policy."""
+        environment = self._environment
+        turn = environment.read(completion.token_ids)
+        if isinstance(turn, Outcome):
+            return turn
         began = time.perf_counter()
-        # the clock reaches tools as their own deadline: a call cut off from here would take its sandbox along
-        seconds = max(min(config.tool_timeout_s, self._seconds_left()), MIN_TOOL_S)
-        answers, calls = await answer_turn(turn, self._workspace, index=self._turns - 1, timeout_s=seconds)
+        seconds = environment.tool_seconds(self._seconds_left())
+        answers = await environment.answer(turn, self._workspace, timeout_s=seconds)
         self._tool_seconds += time.perf_counter() - began
-        self._calls += calls
         if self._seconds_left() <= 0:
             return Outcome.TIMED_OUT
-        answer_ids = self._player.tokenizer.environment_turn(answers)
-        if self._turns >= config.max_turns or len(self._transcript) + len(answer_ids) >= config.max_tokens:
+        observed = environment.observe(answers, len(self._transcript))
+        if observed is None:
             return Outcome.TRUNCATED
-        self._transcript.add_environment(answer_ids)
+        self._transcript.add_environment(observed)
         return None
 
     def _seconds_left(self) -> float:
@@ -298,9 +276,9 @@ class Attempt:
             temperature=config.temperature,
             max_tokens=config.max_tokens,
             outcome=outcome,
-            turns=self._turns,
-            tool_calls=self._calls,
-            format_errors=self._format_errors,
+            turns=self._environment.turns,
+            tool_calls=self._environment.calls,
+            format_errors=self._environment.format_errors,
             final_diff=final_diff,
             sequences=[self._transcript.sequence()],
             failure=failure,

@@ -41,17 +41,17 @@ def answer_of(records: Sequence[ToolCallRecord], said: str) -> bytes:
 
 
 async def answer_turn(
-    turn: ParsedTurn, workspace: Workspace, *, index: int, timeout_s: float
+    turn: ParsedTurn, workspace: Workspace, *, index: int, timeout_s: float, key: str | None = None
 ) -> tuple[list[str], list[ToolCallRecord]]:
     """Execute a turn's calls, concurrently where the sandbox allows it. Returns replies in call order, with a record of
     each.
 
-    A turn that can't be parsed is answered by its error and records no call. index: of the turn, from 0. Raises
-    InfraFault.
+    A turn that can't be parsed is answered by its error and records no call. index: of the turn, from 0. key: of
+    idempotency. Raises InfraFault.
     """
     if turn.error is not None:
         return [f"error: {turn.error}"], []
-    results = await workspace.run([ToolCall(call.name, call.arguments) for call in turn.calls], timeout_s)
+    results = await workspace.run([ToolCall(call.name, call.arguments) for call in turn.calls], timeout_s, key)
     records = [
         ToolCallRecord(index, call.name, arguments_text(call), result.ok, result.text)
         for call, result in zip(turn.calls, results, strict=True)

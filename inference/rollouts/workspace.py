@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 from contracts.errors import InfraFault, TriplaneError
 from contracts.final_states import RequestsState, recording
@@ -15,6 +16,8 @@ from contracts.tasks import Task
 from envd.client import (
     EnvdError,
     Export,
+    Handle,
+    IdempotencyError,
     Limits,
     Sandbox,
     SandboxClient,
@@ -48,12 +51,22 @@ class Workspaces:
             return self
         return Workspaces(server, self._limits, self._timeout_s, self._store)
 
-    def open(self, task: Task) -> Workspace:
-        """Workspace of one attempt at `task`; nothing is started yet."""
-        return Workspace(self, task)
+    def open(self, task: Task, *, key: str | None = None) -> Workspace:
+        """Workspace of one attempt at `task`; nothing is started yet. key: see `start`."""
+        return Workspace(task, lambda: self.start(task, key))
 
-    async def start(self, task: Task) -> Sandbox:
-        """Start a fresh sandbox of `task`. Raises InfraFault."""
+    def reopen(self, task: Task, handle: Handle, server: str) -> Workspace:
+        """Workspace whose sandbox lives already, on the server with this address."""
+        return Workspace(task, lambda: self._found(handle, server))
+
+    async def _found(self, handle: Handle, server: str) -> Sandbox:
+        try:
+            return await self._client.adopt(handle, server)
+        except EnvdError as error:
+            raise InfraFault(f"the sandbox of the episode can't be reached: {error}") from error
+
+    async def start(self, task: Task, key: str | None = None) -> Sandbox:
+        """Start a fresh sandbox of `task`. key: of idempotency. Raises InfraFault."""
         for again in (False, True):
             try:
                 return await self._client.create(
@@ -62,6 +75,7 @@ class Workspaces:
                     env=task.environment.variables(task.files),
                     runtime=task.environment.runtime,
                     toolset=task.toolset,
+                    idempotency_key=key,
                     **recording(task.final_state),
                 )
             except TriplaneError as error:
@@ -97,32 +111,39 @@ class Workspaces:
 class Workspace:
     """Sandbox of one attempt. An attempt without tool calls starts none and leaves an empty diff."""
 
-    def __init__(self, workspaces: Workspaces, task: Task) -> None:
-        self._workspaces = workspaces
-        self._task = task
+    def __init__(self, task: Task, start: Callable[[], Coroutine[Any, Any, Sandbox]]) -> None:
+        """start: starts the sandbox, or finds it again."""
+        self._task, self._start = task, start
         self._starting: asyncio.Task[Sandbox] | None = None
         self._lost = False
         self.server: SandboxClient | None = None
         """Client of the server that the sandbox lives on, once it has started."""
 
-    async def run(self, calls: Sequence[ToolCall], timeout_s: float) -> list[ToolResult]:
-        """Run one turn's calls, answers in call order. timeout_s: of one call.
-
-        Raises InfraFault when no sandbox starts, SandboxBroken when the one that started fails.
-        """
+    async def started(self) -> Sandbox:
+        """The sandbox, started if it was not. Raises InfraFault."""
         if self._starting is None:
-            self._starting = asyncio.create_task(self._workspaces.start(self._task))
+            self._starting = asyncio.create_task(self._start())
         # shielded: a sandbox whose start is cut off by a deadline would have no owner to close it
         sandbox = await asyncio.shield(self._starting)
         self.server = sandbox.server
+        return sandbox
+
+    async def run(self, calls: Sequence[ToolCall], timeout_s: float, key: str | None = None) -> list[ToolResult]:
+        """Run one turn's calls, answers in call order. timeout_s: of one call. key: of idempotency.
+
+        Raises InfraFault when no sandbox starts, SandboxBroken when the one that started fails.
+        """
+        sandbox = await self.started()
         try:
-            return await sandbox.batch(calls, timeout_s=timeout_s)
+            return await sandbox.batch(calls, timeout_s=timeout_s, idempotency_key=key)
+        except IdempotencyError as error:
+            raise InfraFault(f"the answers of calls that have run are lost: {_words(error, sandbox)}") from error
         except EnvdError as error:
             raise self._broken("a tool call failed", error, sandbox) from error
 
-    async def finish(self) -> bytes:
+    async def finish(self, key: str | None = None) -> bytes:
         """Take the final diff, of the task's deliverables if it declares any, or the requests that the sandbox made if
-        they are the final state; the sandbox is gone afterwards.
+        they are the final state; the sandbox is gone afterwards. key: of idempotency.
 
         Raises SandboxBroken.
         """
@@ -131,7 +152,9 @@ class Workspace:
         deliverables = self._task.deliverables
         sandbox = await asyncio.shield(self._starting)
         try:
-            diff = await sandbox.finish(export=Export(deliverables) if deliverables else None)
+            diff = await sandbox.finish(export=Export(deliverables) if deliverables else None, idempotency_key=key)
+        except IdempotencyError as error:
+            raise InfraFault(f"the final state that was taken is lost: {_words(error, sandbox)}") from error
         except EnvdError as error:
             raise self._broken("the final state could not be read", error, sandbox) from error
         self._starting = None

@@ -17,6 +17,7 @@ from inference.bridge import replay
 from inference.bridge.checks import Limits, check_start
 from inference.bridge.episode import Episode
 from inference.bridge.errors import JournalError
+from inference.bridge.hosted.state import Final, Hosted, Place, Sent
 from inference.bridge.journal import MAGIC, Frame, Journal, frame, split
 from inference.bridge.replay import Kind
 from tests.bridge.bridge_harness import ids, new_id, start_request
@@ -178,6 +179,49 @@ def test_snapshot_of_an_episode_says_what_its_frames_said() -> None:
     for before, after in zip(episode.turns, again.turns, strict=True):
         for field in before.__slots__:
             assert getattr(after, field) == getattr(before, field), field
+
+
+def hosted_frames() -> list[bytes]:
+    """Frames of a hosted episode after one replied turn and the calls of the next, and of its end."""
+    request = start_request(new_id(), hosted=pb.HostedTask(task_id="t", task_digest="d"))
+    request.sampling.temperature = 0.7
+    episode = Episode("owner", request, check_start(request, Limits(96, 256)), "v1", 60.0, 7)
+    results = pb.StepEnd(results=[pb.ToolResult(name="read", arguments="{}", ok=True, text="x")])
+    reply = pb.StepEnd(results=results.results, observation_ids=ids([9]))
+    place = Place(5.0, "key", "sandbox", "token", "unix:/s")
+    over = pb.StepEnd(results=results.results, done=True, outcome="completed")
+    frames: list[tuple[Kind, bytes]] = [
+        (Kind.START, replay.start_payload(episode, request)),
+        (Kind.PLACE, place.payload()),
+        (Kind.TURN, pb.StepRequest(step=1).SerializeToString()),
+        (Kind.TOKENS, replay.tokens_payload("v1", ids([1, 2]), ids([3, 4]))),
+        (Kind.FINISH, bytes([pb.STOP])),
+        (Kind.CALLS, Sent(0.5, 6.0).payload()),
+        (Kind.ANSWERS, results.SerializeToString()),
+        (Kind.REPLY, reply.SerializeToString()),
+        (Kind.TURN, pb.StepRequest(step=2, observation_ids=ids([9])).SerializeToString()),
+        (Kind.TOKENS, replay.tokens_payload("v1", ids([5]), ids([6]))),
+        (Kind.FINISH, bytes([pb.STOP])),
+        (Kind.CALLS, Sent(0.25, 8.0).payload()),
+        (Kind.ANSWERS, results.SerializeToString()),
+        (Kind.FINAL, Final(over, b"diff", "diff").payload()),
+        (Kind.REPLY, over.SerializeToString()),
+    ]
+    return [frame(kind, 7, payload) for kind, payload in frames]
+
+
+@pytest.mark.parametrize("count", range(2, 16))
+def test_snapshot_of_a_hosted_episode_says_what_its_frames_said(count: int) -> None:
+    frames = hosted_frames()[:count]
+    (episode,) = replay.replay(each for each, _ in split(b"".join(frames))).values()
+    snapshot = Frame(Journal.SNAPSHOT, 7, b"".join(replay.snapshot(episode)))
+    (again,) = replay.replay([snapshot]).values()
+    assert episode.hosted is not None and again.hosted is not None
+    assert episode.sampling.temperature == again.sampling.temperature == 0.7
+    for field in Hosted.__slots__:
+        assert getattr(again.hosted, field) == getattr(episode.hosted, field), field
+    assert [turn.reply for turn in again.turns] == [turn.reply for turn in episode.turns]
+    assert (again.phase, again.ids) == (episode.phase, episode.ids)
 
 
 def test_snapshot_replaces_earlier_frames_and_later_ones_are_added() -> None:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from triplane_dagster.cli import (
+    bridge,
     compare,
     doctor,
     episodes,
@@ -95,6 +96,7 @@ app.command()(compare.compare)
 app.command()(ui.ui)
 app.command()(doctor.doctor)
 app.command()(serve.serve)
+app.command()(bridge.bridge)
 app.command()(rollback.rollback)
 app.command()(unpin.unpin)
 app.command()(fork.fork)

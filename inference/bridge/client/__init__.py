@@ -24,7 +24,7 @@ from inference.bridge.client.client import BridgeClient
 from inference.bridge.client.episode import Episode
 from inference.bridge.client.errors import AccessDenied, BridgeUnreachable, RecordCorrupt, TokensChanged
 from inference.bridge.client.plain import Bridge, PlainEpisode
-from inference.bridge.client.tokens import Finish, Info, Piece, Record, Sampling, Score, Span, Turn
+from inference.bridge.client.tokens import Finish, Info, Piece, Record, Reply, Sampling, Score, Span, ToolResult, Turn
 from inference.bridge.errors import BridgeError
 
 __all__ = [
@@ -40,9 +40,11 @@ __all__ = [
     "PlainEpisode",
     "Record",
     "RecordCorrupt",
+    "Reply",
     "Sampling",
     "Score",
     "Span",
     "TokensChanged",
+    "ToolResult",
     "Turn",
 ]

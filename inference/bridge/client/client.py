@@ -118,20 +118,58 @@ class BridgeClient:
 
         Raises the bridge's errors and BridgeUnreachable.
         """
-        identity = secrets.token_hex(_ID_BYTES) if episode_id is None else episode_id
-        prompt, seed = ids_bytes(prompt_ids, "prompt_ids"), secrets.randbits(63)
-        if sampling.seed is not None:
-            seed = sampling.seed
+        seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         request = pb.StartEpisodeRequest(
-            episode_id=identity,
-            group_id=group_id,
-            prompt_ids=prompt,
-            rule=pb.FOLLOW if follow else pb.PINNED,
-            version=version,
+            prompt_ids=ids_bytes(prompt_ids, "prompt_ids"),
             sampling=sampling.message(seed),
-            lease_s=self._lease_s,
-            labels=labels,
+            **self._start(group_id, version, follow, labels, episode_id),
         )
+        return await self._started(request, seed)
+
+    async def start_task(
+        self,
+        task_id: str,
+        *,
+        task_digest: str = "",
+        sampling: Sampling | None = None,
+        seed: int | None = None,
+        group_id: str = "",
+        version: str = "",
+        follow: bool = False,
+        labels: Mapping[str, str] | None = None,
+        episode_id: str | None = None,
+    ) -> Episode:
+        """Start a hosted episode: the bridge makes the prompt, executes tool calls in a sandbox and grades the result.
+
+        task_digest: refused unless it is the task's; empty: any. sampling: without stop tokens; None: that of the
+        bridge's experiment, with `seed`; None: drawn. The rest as in `start`.
+
+        Raises the bridge's errors and BridgeUnreachable.
+        """
+        drawn = secrets.randbits(63) if seed is None else seed
+        drawn = drawn if sampling is None or sampling.seed is None else sampling.seed
+        request = pb.StartEpisodeRequest(
+            hosted=pb.HostedTask(task_id=task_id, task_digest=task_digest),
+            sampling=pb.Sampling(seed=drawn) if sampling is None else sampling.message(drawn),
+            **self._start(group_id, version, follow, labels, episode_id),
+        )
+        return await self._started(request, drawn)
+
+    def _start(
+        self, group_id: str, version: str, follow: bool, labels: Mapping[str, str] | None, episode_id: str | None
+    ) -> dict[str, Any]:
+        """Fields of a start that all kinds of episodes have."""
+        return {
+            "episode_id": secrets.token_hex(_ID_BYTES) if episode_id is None else episode_id,
+            "group_id": group_id,
+            "version": version,
+            "rule": pb.FOLLOW if follow else pb.PINNED,
+            "lease_s": self._lease_s,
+            "labels": labels,
+        }
+
+    async def _started(self, request: pb.StartEpisodeRequest, seed: int) -> Episode:
+        identity, hosted = request.episode_id, request.HasField("hosted")
         asked = asyncio.ensure_future(self._ask(start=request))
         try:
             state = (await asyncio.shield(asked)).state
@@ -143,23 +181,26 @@ class BridgeClient:
                 f"episode {identity} has {state.steps} steps already: use `attach` with the turns that you have, or"
                 " draw another id"
             )
-        return self._take(Episode(self, identity, state.version, prompt, seed))
+        prompt = state.prompt_ids if hosted else request.prompt_ids
+        return self._take(Episode(self, identity, state.version, prompt, seed, hosted=hosted))
 
     async def attach(
         self, episode_id: str, prompt_ids: AnyIds, turns: Sequence[Turn] = (), *, seed: int = 0
     ) -> Episode:
         """Go on with an episode of this key that another client started, released or left.
 
-        turns: all that have ended; a last one that the bridge has beyond them is read by `step` with the same
-        observation. seed: of its sampling. Raises the bridge's errors, and TokensChanged if its transcript is another
-        one.
+        prompt_ids: of a hosted episode (), the bridge has them. turns: all that have ended; a last one that the bridge
+        has beyond them is read by `step` with the same observation. seed: of its sampling.
+
+        Raises the bridge's errors, and TokensChanged if its transcript is another one.
         """
         state = await self.state(episode_id)
         if state.phase == "ended":
             raise EpisodeEnded(f"episode {episode_id} was ended: start another one")
         if state.phase == "expired":
             raise EpisodeExpired(f"the lease of episode {episode_id} has ended: start another one")
-        episode = Episode(self, episode_id, state.version, ids_bytes(prompt_ids, "prompt_ids"), seed)
+        prompt = state.prompt_ids or ids_bytes(prompt_ids, "prompt_ids")
+        episode = Episode(self, episode_id, state.version, prompt, seed, hosted=bool(state.prompt_ids))
         episode.turns.extend(turns)
         if state.steps not in (len(turns), len(turns) + 1):
             raise BridgeError(
@@ -196,6 +237,7 @@ class BridgeClient:
             reply.credits,
             reply.lease_s,
             reply.max_episodes,
+            reply.hosted_tasks,
         )
 
     def let_go(self, episode: Episode) -> None:

@@ -93,10 +93,13 @@ class End:
 class Step:
     """One turn of an episode. Belongs to the episode, not to the caller that waits for it."""
 
-    __slots__ = ("_over", "_request", "_waiter", "_wanted", "cancelled", "error", "received", "sent", "turn")
+    __slots__ = ("_hosted", "_over", "_request", "_waiter", "_wanted", "cancelled", "error", "received", "sent", "turn")
 
-    def __init__(self, request: pb.StepRequest, received: Received, over: Callable[[Step], None]) -> None:
-        """over: is called once, when the turn has ended or failed."""
+    def __init__(
+        self, request: pb.StepRequest, received: Received, over: Callable[[Step], None], *, hosted: bool
+    ) -> None:
+        """over: is called once, when the turn has ended or failed. hosted: whether its end has a reply."""
+        self._hosted = hosted
         self._request, self._over = request, over
         self.received = received
         self.sent = False
@@ -127,7 +130,7 @@ class Step:
                 self._wake()
         if not step.HasField("end"):
             return False
-        self.turn = self.received.turn(step.end)
+        self.turn = self.received.turn(step.end, hosted=self._hosted)
         self._over(self)
         self._wake()
         return True

@@ -36,13 +36,17 @@ class Client(Protocol):
 class Episode:
     """An episode of one `BridgeClient`. One step runs at a time.
 
-    Leaving its `async with` block ends it as aborted, unless it was ended or released before.
+    Leaving its `async with` block ends it, unless it was ended or released before: as aborted, unless it is hosted and
+    over.
     """
 
-    def __init__(self, client: Client, episode_id: str, version: str, prompt: bytes, seed: int) -> None:
+    def __init__(
+        self, client: Client, episode_id: str, version: str, prompt: bytes, seed: int, *, hosted: bool = False
+    ) -> None:
         """version: policy at its start. prompt: little-endian int32. seed: of its sampling, where a step's names
-        none.
+        none. hosted: whether the bridge plays its environment.
         """
+        self.hosted = hosted
         self.id = episode_id
         self.version = version
         """Policy version at its start; the one of all tokens if it is pinned."""
@@ -65,12 +69,19 @@ class Episode:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if not self.ended:
-            await self.end(aborted=True)
+            await self.end(aborted=not self.done)
+
+    @property
+    def done(self) -> bool:
+        """Whether the environment of a hosted episode has said that it is over; False for other episodes."""
+        reply = self.turns[-1].reply if self.turns else None
+        return reply is not None and reply.done
 
     async def step(
         self, observation_ids: AnyIds = (), *, sampling: Sampling | None = None, turn_s: float = 0.0
     ) -> Turn:
-        """Append the environment's tokens and let the policy take one turn.
+        """Append the environment's tokens and let the policy take one turn. Of a hosted episode the bridge appends
+        them itself, and the turn comes with its reply.
 
         sampling: of this turn only. turn_s: ends the turn as DEADLINE; 0: no limit. Lost connections and restarts of
         the bridge are waited out. A cancelled call cancels the turn; it becomes the last of `turns`, and the episode
@@ -184,14 +195,16 @@ class Episode:
             raise self._broken
         if self.ended:
             raise EpisodeEnded(f"episode {self.id} was ended or released here: start another one, or attach to it")
-        step, observation = len(self.turns) + 1, ids_bytes(observation_ids, "observation_ids")
+        step, sent = len(self.turns) + 1, ids_bytes(observation_ids, "observation_ids")
+        reply = self.turns[-1].reply if self.turns else None
+        observation = sent if reply is None else reply.observation_ids.tobytes()
         received, self._unfinished = self._unfinished, None
         if received is None or received.observation != observation:
             received = Received(self.id, step, observation)
-        request = pb.StepRequest(episode_id=self.id, step=step, observation_ids=observation, turn_s=turn_s)
+        request = pb.StepRequest(episode_id=self.id, step=step, observation_ids=sent, turn_s=turn_s)
         if sampling is not None:
             request.sampling.CopyFrom(sampling.message(self._seed))
-        self._running = command = Step(request, received, self._over)
+        self._running = command = Step(request, received, self._over, hosted=self.hosted)
         self._client.link.send(command)
         return command
 

@@ -57,6 +57,10 @@ class Bridge:
         """See BridgeClient.start."""
         return PlainEpisode(self, self._wait(self._client.start(prompt_ids, **options)))
 
+    def start_task(self, task_id: str, **options: Any) -> PlainEpisode:
+        """See BridgeClient.start_task."""
+        return PlainEpisode(self, self._wait(self._client.start_task(task_id, **options)))
+
     def attach(self, episode_id: str, prompt_ids: AnyIds, turns: Sequence[Turn] = (), *, seed: int = 0) -> PlainEpisode:
         """See BridgeClient.attach."""
         return PlainEpisode(self, self._wait(self._client.attach(episode_id, prompt_ids, turns, seed=seed)))
@@ -124,9 +128,7 @@ class Bridge:
 
 
 class PlainEpisode:
-    """An `Episode` without asyncio. Leaving its `with` block ends it as aborted, unless it was ended or released
-    before.
-    """
+    """An `Episode` without asyncio. Leaving its `with` block ends it as that of `Episode` does."""
 
     def __init__(self, bridge: Bridge, inner: Episode) -> None:
         self._bridge = bridge
@@ -140,7 +142,12 @@ class PlainEpisode:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if not self.inner.ended:
-            self.end(aborted=True)
+            self.end(aborted=not self.done)
+
+    @property
+    def done(self) -> bool:
+        """See Episode.done."""
+        return self.inner.done
 
     @property
     def id(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contracts.pb import bridge_pb2 as pb
 from inference.bridge.client.errors import TokensChanged
-from inference.bridge.client.tokens import FINISHES, Piece, Span, Turn, ids_of, logprobs_of
+from inference.bridge.client.tokens import FINISHES, Piece, Span, Turn, ids_of, logprobs_of, reply_of
 from inference.bridge.errors import BridgeError
 
 OVERLAP = 32
@@ -57,8 +57,10 @@ class Received:
             if span.end > known:
                 self._add_span(span.version, max(span.first, known), span.end)
 
-    def turn(self, end: pb.StepEnd) -> Turn:
-        """The whole turn. Raises BridgeError if its end has another number of tokens."""
+    def turn(self, end: pb.StepEnd, *, hosted: bool) -> Turn:
+        """The whole turn. hosted: with the environment's reply.
+
+        Raises BridgeError if its end has another number of tokens."""
         if end.tokens != self.count:
             raise BridgeError(
                 f"{self._name}: the bridge ended it after {end.tokens} tokens, and sent {self.count}: report it as a"
@@ -72,6 +74,7 @@ class Received:
             logprobs_of(logprobs),
             tuple(self._spans),
             FINISHES[end.finish],
+            reply_of(end) if hosted else None,
         )
 
     def piece(self, first: int) -> Piece:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -89,6 +89,42 @@ class Piece:
     """[n], natural logarithm, under the distribution sampled from; of temperature 1 where greedy. Read-only."""
 
 
+@dataclass(frozen=True, slots=True)
+class ToolResult:
+    """What a tool of a hosted episode answered."""
+
+    name: str
+    arguments: str
+    """Canonical JSON."""
+    ok: bool
+    text: str
+    """What the policy sees."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Reply:
+    """What the environment of a hosted episode replied to a turn."""
+
+    observation_ids: Ids
+    """[n] environment tokens that the next turn is sampled after, read-only; empty when the episode is over."""
+    results: tuple[ToolResult, ...]
+    """In the order of the turn's calls."""
+    format_error: str
+    """Why the calls can't be parsed; empty if they can."""
+    done: bool
+    """Whether the episode is over."""
+    outcome: str
+    """Once it is over: completed, truncated, timed_out, format_error, failed, aborted or infra_error."""
+    failure: str
+    """Cause of the outcomes failed and infra_error."""
+    reward: float | None
+    """None: not over, or not scored."""
+    components: Mapping[str, float]
+    """Contributions to the reward, by name."""
+    verdict: str
+    """Once it is graded: how the hidden tests ended."""
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class Turn:
     """One turn of the policy that has ended."""
@@ -104,6 +140,8 @@ class Turn:
     spans: tuple[Span, ...]
     """Versions of the tokens, contiguous and complete."""
     finish: Finish
+    reply: Reply | None = None
+    """Of hosted episodes; None for others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +182,23 @@ class Info:
     """Longest lease in seconds."""
     max_episodes: int
     """Open episodes of all clients."""
+    hosted_tasks: int = 0
+    """Tasks that `start_task` may name."""
+
+
+def reply_of(end: pb.StepEnd) -> Reply:
+    """The environment's reply in the end of a hosted turn."""
+    return Reply(
+        ids_of(end.observation_ids),
+        tuple(ToolResult(each.name, each.arguments, each.ok, each.text) for each in end.results),
+        end.format_error,
+        end.done,
+        end.outcome,
+        end.failure,
+        end.reward if end.HasField("reward") else None,
+        dict(end.components),
+        end.verdict,
+    )
 
 
 def ids_bytes(tokens: AnyIds, field: str) -> bytes:

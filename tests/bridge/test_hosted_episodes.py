@@ -1,0 +1,284 @@
+"""Hosted episodes in real sandboxes: they are what a rollout of the same seed is, and every misuse is one error."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from contracts.episodes import Outcome
+from contracts.pb import bridge_pb2 as pb
+from envd.local import LocalEnvd
+from inference.bridge import replay
+from inference.bridge.client import Bridge, BridgeClient
+from inference.bridge.hosted import acting
+from inference.bridge.journal import Journal
+from inference.bridge.registry import Bounds
+from inference.bridge.serve import limits_of
+from inference.engines.builtin import BuiltinEngine
+from tests.bridge.bridge_harness import KEY, Client, builtin_bridge, ids, new_id, refused
+from tests.bridge.hosted_parts import (
+    SCRIPTS,
+    TASKS,
+    StreamedScript,
+    hosted_bridge,
+    live_sandboxes,
+    nothing_left,
+    played,
+    rolled_out,
+    rows_of,
+    settings,
+)
+from tests.bridge.scripted_bridge import looped
+from tests.inference.conftest import write_checkpoint
+from tests.rollouts.rollouts_script import byte_tokenizer
+
+TASK = "task-000"
+COLUMNS = ("outcome", "failure", "turns", "tool_calls", "format_errors", "policy_tokens", "final_state", "final_diff")
+
+
+@pytest.fixture(scope="module")
+def envd() -> Iterator[str]:
+    with LocalEnvd() as server:
+        yield server.address
+
+
+def script(name: str = "marks", pause_s: float = 0.0) -> StreamedScript:
+    return StreamedScript(byte_tokenizer(), SCRIPTS[name], pause_s)
+
+
+def connect(folder: Path, **options: Any) -> BridgeClient:
+    return BridgeClient(f"unix:{folder / 'b.sock'}", **options)
+
+
+def check_equal(record: Any, rollout: Any) -> None:
+    (row, sequence, about), (expected, expected_sequence, reward) = rows_of(record), rollout
+    assert {name: row[name] for name in COLUMNS} == {name: expected[name] for name in COLUMNS}
+    for name in ("task_id", "task_digest", "image_digest", "seed", "temperature", "policy_version"):
+        assert row[name] == expected[name]
+    for name in ("token_ids", "token_role", "logprobs", "policy_spans"):
+        assert sequence[name] == expected_sequence[name], name
+    assert about["reward"] == reward
+
+
+@looped
+async def test_hosted_episode_is_the_rollout_of_its_seed(envd: str, tmp_path: Path) -> None:
+    engine = script()
+    async with hosted_bridge(engine, envd, tmp_path), connect(tmp_path) as client:
+        assert (await client.info()).hosted_tasks == len(TASKS)
+        for seed, reward in ((1, 1.1), (2, 0.1)):
+            episode = await client.start_task(TASK, seed=seed)
+            record = await played(episode)
+            check_equal(record, await rolled_out(engine, envd, TASKS[TASK], seed, settings(), byte_tokenizer()))
+            reply = episode.turns[-1].reply
+            assert reply is not None and reply.reward == pytest.approx(reward) and reply.verdict == "completed"
+            first = episode.turns[0].reply
+            assert first is not None and [each.name for each in first.results] == ["exec", "read"]
+            assert not first.done and first.results[1].text.endswith("# 0")
+            assert episode.turns[1].observation_ids.tolist() == first.observation_ids.tolist() != []
+    await nothing_left(envd)
+
+
+@looped
+async def test_hosted_episode_of_the_builtin_engine_is_its_rollout(envd: str, tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer()
+    config = settings(max_tokens=250, max_turn_tokens=110, max_format_errors=3, temperature=0.9)
+    policy = write_checkpoint(tmp_path / "p", 0, vocab_size=tokenizer.vocabulary_size)
+    engine = BuiltinEngine(policy, "v1", threads=1)
+    turns, outcomes = [], set()
+    hosted = hosted_bridge(engine, envd, tmp_path, tokenizer=tokenizer, limits=limits_of(policy), config=config)
+    async with hosted, connect(tmp_path) as client:
+        for seed in range(8):
+            record = await played(await client.start_task(TASK, seed=seed))
+            check_equal(record, await rolled_out(engine, envd, TASKS[TASK], seed, config, tokenizer))
+            row, _, _ = rows_of(record)
+            turns.append(row["turns"])
+            outcomes.add(row["outcome"])
+    await engine.close()
+    assert len(outcomes) > 1
+
+
+@looped
+async def test_bad_messages_of_hosted_episodes_are_named(envd: str, tmp_path: Path) -> None:
+    def start(**fields: Any) -> pb.StartEpisodeRequest:
+        named = pb.HostedTask(task_id=fields.pop("task", TASK), task_digest=fields.pop("digest", ""))
+        return pb.StartEpisodeRequest(episode_id=fields.pop("name", new_id()), hosted=named, **fields)
+
+    bounds = Bounds(max_episodes=1)
+    async with hosted_bridge(script(), envd, tmp_path, bounds=bounds) as bridge:
+        async with grpc.aio.insecure_channel(bridge.address) as channel:
+            client, name = Client(channel), new_id()
+            for bad, error, words in (
+                (start(task="task-0"), "UnknownTask", "did you mean 'task-00"),
+                (start(digest="0" * 64), "UnknownTask", "has digest"),
+                (start(prompt_ids=ids([1])), "BadMessage", "its task makes the prompt"),
+                (start(labels={"task_id": "x"}), "BadMessage", "labels['task_id']"),
+                (start(sampling=pb.Sampling(stop_token_ids=[1])), "BadMessage", "stop_token_ids"),
+                (start(sampling=pb.Sampling(max_tokens=301)), "BadMessage", "at most 300"),
+            ):
+                async with refused("NOT_FOUND" if error == "UnknownTask" else "INVALID_ARGUMENT", error, words):
+                    await client.start(bad)
+            state = await client.start(start(name=name))
+            assert state.prompt_ids and (await client.start(start(name=name))).digest == state.digest
+            async with refused("RESOURCE_EXHAUSTED", "TooManyEpisodes", "--max-episodes"):
+                await client.start(start())
+            async with refused("INVALID_ARGUMENT", "BadMessage", "the bridge plays its environment"):
+                await client.step(name, 1, [5])
+            async with refused("INVALID_ARGUMENT", "BadMessage", "its verdict"):
+                await client.end(name, reward=1.0)
+            for step in range(1, 6):
+                ended = [each async for each in client.step_call(name, step)][-1].end
+            assert ended.done and ended.outcome == Outcome.COMPLETED
+            again = [each async for each in client.step_call(name, 5)][-1].end
+            assert again == ended
+            async with refused("FAILED_PRECONDITION", "EpisodeDone", "over (completed) after 5 steps"):
+                await client.step(name, 6)
+            await client.end(name)
+    await nothing_left(envd)
+
+
+@looped
+async def test_bridge_that_hosts_nothing_says_so(tmp_path: Path) -> None:
+    policy = write_checkpoint(tmp_path / "p", 0)
+    async with builtin_bridge(policy, tmp_path) as (client, _, _):
+        message = pb.StartEpisodeRequest(episode_id=new_id(), hosted=pb.HostedTask(task_id=TASK))
+        async with refused("INVALID_ARGUMENT", "BadMessage", "hosts no tasks: start it with `triplane bridge"):
+            await client.start(message)
+
+
+@looped
+async def test_expired_ended_and_aborted_episodes_leave_no_sandbox(envd: str, tmp_path: Path) -> None:
+    bounds = Bounds(lease_s=1.0)
+    async with hosted_bridge(script("reads"), envd, tmp_path, bounds=bounds, journal=tmp_path / "j"):
+        async with connect(tmp_path) as client:
+            left = await client.start_task(TASK)
+            await left.step()
+            ended = await client.start_task(TASK)
+            await ended.step()
+            assert await live_sandboxes(envd) == 2
+            left.release()
+            row, _, about = rows_of(await ended.end())
+            assert row["outcome"] == Outcome.ABORTED and about["reward"] is None and row["turns"] == 1
+            await nothing_left(envd)
+            assert (await client.state(left.id)).phase == "expired"
+    journal = Journal(tmp_path / "j")
+    assert not any(each.is_open for each in replay.replay(journal.read()).values()), "an expired one is remembered"
+    journal.close()
+
+
+@looped
+async def test_keys_see_their_own_hosted_episodes_only(envd: str, tmp_path: Path) -> None:
+    other = "o" * 16
+    async with hosted_bridge(script(), envd, tmp_path, keys=(KEY, other)):
+        async with connect(tmp_path, key=KEY) as mine, connect(tmp_path, key=other) as theirs:
+            first = await mine.start_task(TASK, seed=1, episode_id="e" * 32)
+            second = await theirs.start_task(TASK, seed=2, episode_id="e" * 32)
+            records = await asyncio.gather(played(first), played(second))
+            diffs = [rows_of(record)[0]["final_diff"] for record in records]
+            assert b"return 2" in diffs[0] and b"return 3" in diffs[1]
+
+
+@looped
+async def test_client_that_goes_away_leaves_the_tools_running(envd: str, tmp_path: Path) -> None:
+    async with hosted_bridge(script("hangs"), envd, tmp_path):
+        async with connect(tmp_path) as client:
+            episode = await client.start_task(TASK)
+            stepping = asyncio.create_task(episode.step())
+            while not await live_sandboxes(envd):
+                await asyncio.sleep(0.05)
+            await asyncio.sleep(0.5)
+            stepping.cancel()
+            await asyncio.gather(stepping, return_exceptions=True)
+            name = episode.release()
+        async with connect(tmp_path) as client:
+            episode = await client.attach(name, ())
+            row, _, _ = rows_of(await played(episode))
+        assert row["outcome"] == Outcome.COMPLETED
+        assert row["final_diff"].count(b"+begun") == row["final_diff"].count(b"+ended") == 1
+
+
+@looped
+async def test_cancelled_turn_ends_a_hosted_episode_as_aborted(envd: str, tmp_path: Path) -> None:
+    async with hosted_bridge(script(pause_s=0.1), envd, tmp_path) as bridge:
+        async with grpc.aio.insecure_channel(bridge.address) as channel:
+            client, name = Client(channel), new_id()
+            await client.start(pb.StartEpisodeRequest(episode_id=name, hosted=pb.HostedTask(task_id=TASK)))
+            call = client.step_call(name, 1)
+            await call.read()
+            await client.cancel(name, 1)
+            while not (event := await call.read()).HasField("end"):
+                pass
+            assert (event.end.finish, event.end.outcome) == (pb.CANCELLED, Outcome.ABORTED) and event.end.done
+
+
+@looped
+async def test_next_bridge_goes_on_with_the_same_sandbox(envd: str, tmp_path: Path) -> None:
+    async with connect(tmp_path) as client:
+        async with hosted_bridge(script(), envd, tmp_path, journal=tmp_path / "j"):
+            episode = await client.start_task(TASK, seed=1)
+            await episode.step()
+            await episode.step()
+        assert await live_sandboxes(envd) == 1, "the sandbox of an open episode stays"
+        async with hosted_bridge(script(), envd, tmp_path, journal=tmp_path / "j"):
+            record = await played(episode)
+    expected = await rolled_out(script(), envd, TASKS[TASK], 1, settings(), byte_tokenizer())
+    check_equal(record, expected)
+    await nothing_left(envd)
+
+
+@looped
+async def test_next_bridge_finds_sandboxes_on_a_list_of_servers(envd: str, tmp_path: Path) -> None:
+    with LocalEnvd() as second:
+        servers = f"{envd},{second.address}"
+        async with connect(tmp_path) as client:
+            async with hosted_bridge(script(), servers, tmp_path, journal=tmp_path / "j"):
+                episodes = [await client.start_task(TASK, seed=seed) for seed in (1, 2)]
+                for episode in episodes:
+                    await episode.step()
+                assert [await live_sandboxes(each) for each in (envd, second.address)] != [0, 0]
+            async with hosted_bridge(script(), servers, tmp_path, journal=tmp_path / "j"):
+                records = [await played(episode) for episode in episodes]
+        for record in records:
+            row, _, about = rows_of(record)
+            assert row["final_diff"].count(b"+0\n+1\n+2\n") == 1 and about["reward"] is not None
+        for server in (envd, second.address):
+            await nothing_left(server)
+
+
+@looped
+async def test_calls_whose_answers_are_not_kept_any_more_are_not_sent_again(
+    envd: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with connect(tmp_path) as client:
+        async with hosted_bridge(script("hangs"), envd, tmp_path, journal=tmp_path / "j"):
+            episode = await client.start_task(TASK)
+            stepping = asyncio.create_task(episode.step())
+            while not await live_sandboxes(envd):
+                await asyncio.sleep(0.05)
+            await asyncio.sleep(1.0)
+        monkeypatch.setattr(acting, "ANSWERS_KEPT_S", 0.5)
+        async with hosted_bridge(script("hangs"), envd, tmp_path, journal=tmp_path / "j"):
+            turn = await stepping
+            assert turn.reply is not None and turn.reply.outcome == Outcome.INFRA_ERROR
+            assert "not sent again" in turn.reply.failure and turn.reply.reward is None
+    await nothing_left(envd)
+
+
+def test_plain_client_plays_hosted_episodes(envd: str, tmp_path: Path) -> None:
+    def play() -> tuple[int, float | None]:
+        with Bridge(f"unix:{tmp_path / 'b.sock'}") as bridge, bridge.start_task(TASK, seed=1) as episode:
+            while not episode.done:
+                turn = episode.step()
+            assert turn.reply is not None
+            return len(episode.turns), turn.reply.reward
+
+    async def run() -> None:
+        async with hosted_bridge(script(), envd, tmp_path):
+            turns, reward = await asyncio.to_thread(play)
+            assert turns == 5 and reward == pytest.approx(1.1)
+
+    asyncio.run(run())
