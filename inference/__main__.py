@@ -61,6 +61,12 @@ def serve(
         float | None,
         typer.Option(min=0, help="Seconds in which requests are still accepted after SIGTERM [default: 5 in a pod]."),
     ] = None,
+    events_port: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=65534, help="Publish the prefix cache's events here, as vLLM does; replay at the next."
+        ),
+    ] = None,
 ) -> None:
     """Serve a policy until interrupted."""
     from inference.server.draining import default_drain_s
@@ -70,7 +76,7 @@ def serve(
 
     directory, found = find_policy(policy, store)
     drain_s = default_drain_s() if drain is None else drain
-    run(directory, version or found, Serving(listen, model, max_batch, threads, drain_s))
+    run(directory, version or found, Serving(listen, model, max_batch, threads, drain_s, events_port))
 
 
 @app.command()

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +27,7 @@ from inference.engines.requests import Answer, Pieces, Reply, Request
 from inference.engines.scheduler import Scheduler
 from inference.engines.weights import Weights, read_weights
 from inference.errors import EngineError, EngineStopped, OtherArchitecture, RequestTooLong
+from inference.router.residency import Batch, Event
 
 PREFIX_BYTES = 512 << 20
 SWITCH_INTERVAL_S = 0.0002
@@ -54,16 +55,24 @@ class BuiltinEngine:
         max_batch: int = 256,
         threads: int | None = None,
         prefix_bytes: int = PREFIX_BYTES,
+        publish: Callable[[Batch], None] | None = None,
     ) -> None:
         """directory: a checkpoint. max_batch: largest batch. threads: of torch, None for its default. prefix_bytes:
-        memory to reuse the state of finished sequences; 0 disables reuse.
+        memory to reuse the state of finished sequences; 0 disables reuse. publish: gets the events of that memory, in
+        blocks of prefix_cache.BLOCK_TOKENS tokens; called in the engine's thread.
         """
         weights = read_weights(directory)
         self._architecture = weights.architecture
         self._version = version
         self._threads = threads
+        self._publish, self._events, self._batches = publish, list[Event](), 0
         self._scheduler = Scheduler(
-            weights, version, max_batch=max_batch, prefix_bytes=prefix_bytes, deliver=self._collect
+            weights,
+            version,
+            max_batch=max_batch,
+            prefix_bytes=prefix_bytes,
+            deliver=self._collect,
+            publish=None if publish is None else self._events.append,
         )
         self._wake = threading.Event()
         self._closing = False
@@ -228,7 +237,11 @@ class BuiltinEngine:
         self._results.append((request, result))
 
     def _flush(self) -> None:
-        """Deliver the results of a step, with one wake-up for each event loop."""
+        """Publish the events and deliver the results of a step, with one wake-up for each event loop."""
+        if self._events and self._publish is not None:
+            self._publish(Batch(self._batches, self._events.copy()))
+            self._events.clear()
+            self._batches += 1
         if not self._results:
             return
         results, self._results = self._results, []

@@ -98,6 +98,12 @@ class VllmConfig(_RemoteConfig):
     in the file $TRIPLANE_WEIGHTS_KEY_FILE, if it asks for one. null: servers read this machine's files under the same
     paths.
     """
+    events_port: int | None = Field(default=None, ge=1, le=65534)
+    """Port at the host of each server of a fleet where vLLM publishes its cache events, and replays them at the next
+    one (docs/routing.md). null: what a server has cached is known by the requests sent to it.
+    """
+    block_tokens: int = Field(default=16, ge=1, le=65536)
+    """Block size of the servers of a fleet (--block-size), in tokens."""
     python: str = "python"
     """Python interpreter of the environment with vLLM, for a server started here."""
     flags: tuple[str, ...] = ()
@@ -166,6 +172,8 @@ class VllmConfig(_RemoteConfig):
             self.addresses()
         except ConfigError as error:
             raise ValueError(str(error)) from None
+        if self.events_port is not None and not self.is_fleet:
+            raise ValueError("events_port has no effect on one server: name several in base_url, or leave it out")
         return self
 
     def addresses(self) -> list[Address]:
