@@ -23,6 +23,8 @@ import torch
 from triplane_kernels.cpu import resolve_kernels
 
 from inference.engines.base import Completion, Piece, SamplingParams, check_streamable
+from inference.engines.config import BuiltinConfig
+from inference.engines.kv import LANES
 from inference.engines.requests import Answer, Pieces, Reply, Request
 from inference.engines.scheduler import Scheduler
 from inference.engines.weights import Weights, read_weights
@@ -64,7 +66,7 @@ class BuiltinEngine:
         weights = read_weights(directory)
         self._architecture = weights.architecture
         self._version = version
-        self._threads = threads
+        self._threads, self._prefix_bytes = threads, prefix_bytes
         self._publish, self._events, self._batches = publish, list[Event](), 0
         self._scheduler = Scheduler(
             weights,
@@ -151,6 +153,13 @@ class BuiltinEngine:
     async def version(self) -> str:
         """See Engine.version."""
         return self._version
+
+    @property
+    def room(self) -> float:
+        """Tokens that the prefix cache holds."""
+        shape = self._architecture
+        numbers = shape.layers * shape.kv_heads * (2 * shape.head_dim + LANES)
+        return self._prefix_bytes / (numbers * torch.float32.itemsize)
 
     @property
     def stopped(self) -> bool:
@@ -257,6 +266,20 @@ class BuiltinEngine:
         while self._reloads:
             _, _, loop, done = self._reloads.popleft()
             _call(loop, _reject, done, error)
+
+
+def open_builtin(
+    spec: BuiltinConfig, directory: Path, version: str, publish: Callable[[Batch], None] | None = None
+) -> BuiltinEngine:
+    """Engine with these settings. publish: see BuiltinEngine."""
+    return BuiltinEngine(
+        directory,
+        version,
+        max_batch=spec.max_batch,
+        threads=spec.threads,
+        prefix_bytes=spec.prefix_megabytes << 20,
+        publish=publish,
+    )
 
 
 def _check_temperature(temperature: float) -> None:

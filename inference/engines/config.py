@@ -240,4 +240,35 @@ class CustomConfig(_Config):
         return found
 
 
-EngineConfig = Annotated[BuiltinConfig | OpenAIConfig | VllmConfig | CustomConfig, Field(discriminator="kind")]
+ReplicaConfig = Annotated[BuiltinConfig | OpenAIConfig | VllmConfig, Field(discriminator="kind")]
+
+
+class RoutedConfig(_Config):
+    """Several engines of one policy; each request goes to the one that has most of its prompt cached.
+
+    See docs/routing.md.
+    """
+
+    kind: Literal["routed"]
+    """Selects this engine."""
+    replicas: tuple[ReplicaConfig, ...] = Field(min_length=1, max_length=1024)
+    """The engines: builtin, openai or vllm."""
+
+    @property
+    def implementation(self) -> str:
+        """See the base class; that of the replicas, if it is the same, since a router changes no token."""
+        return " ".join(sorted({each.implementation for each in self.replicas}))
+
+    @property
+    def records_routing(self) -> bool:
+        """See the base class."""
+        return all(each.records_routing for each in self.replicas)
+
+    def mismatch(self, forward: Forward) -> str | None:
+        """See the base class."""
+        return next((reason for each in self.replicas if (reason := each.mismatch(forward)) is not None), None)
+
+
+EngineConfig = Annotated[
+    BuiltinConfig | OpenAIConfig | VllmConfig | CustomConfig | RoutedConfig, Field(discriminator="kind")
+]
