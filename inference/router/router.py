@@ -90,6 +90,10 @@ class Router:
         """Names of the replicas."""
         return list(self._places)
 
+    def flying(self) -> dict[str, float]:
+        """Tokens of the requests in flight at each replica."""
+        return {name: float(self._columns.tokens[place]) for name, place in self._places.items()}
+
     def add(self, name: str, room: float = np.inf, replay: Replay | None = None) -> None:
         """A replica serves, its cache is empty. room: tokens that it holds. Raises RouterError for a known name.
 

@@ -15,7 +15,7 @@ from inference.router.publisher import EventPublisher
 from inference.server.app import Application, Opener
 from inference.server.draining import DrainingServer
 from inference.server.follow import Source, follow
-from inference.server.listening import beside, split_address
+from inference.server.listening import announced, beside, split_address
 
 
 @dataclass(frozen=True)
@@ -98,9 +98,7 @@ async def _serve(serving: Serving, policy: tuple[Path, str] | None, following: F
 
 
 async def _announce(server: uvicorn.Server, app: Application) -> None:
-    while not server.started:
-        await asyncio.sleep(0.02)
-    host, port = server.servers[0].sockets[0].getsockname()[:2]
+    host, port = await announced(server)
     version, told = await app.version(), False
     while version is None:
         if app.readiness.waiting is not None and not told:
