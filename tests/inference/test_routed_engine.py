@@ -15,7 +15,7 @@ from inference.engines.builtin import BuiltinEngine
 from inference.engines.routed import RoutedEngine
 from inference.errors import EngineStopped, EngineUnreachable
 from tests.inference.conftest import write_checkpoint
-from tests.vllm.fleet_servers import free_port
+from tests.vllm.fleet_servers import free_port, until
 
 pytestmark = pytest.mark.anyio
 
@@ -123,6 +123,7 @@ def served(directory: Path, version: str) -> Iterator[str]:
 
     thread = threading.Thread(target=lambda: asyncio.run(run()))
     thread.start()
+    until(lambda: server.started)
     yield f"http://127.0.0.1:{port}/v1"
     server.should_exit = True
     thread.join()
