@@ -156,7 +156,7 @@ def test_turns_go_where_their_prompt_is_cached_and_survive_a_lost_server(tmp_pat
         lost.close()
         for seed in range(6):
             assert turn([seed] * 48, seed)[0] == urls[1]
-        assert face.metric("route_replicas", state="out") == 1
+        until(lambda: face.metric("route_replicas", state="out") == 1)
         assert face.metric("route_flying_tokens") == 0
         assert face.end() == 0
 
