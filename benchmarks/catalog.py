@@ -21,6 +21,7 @@ CATALOG: Mapping[str, str] = {
     "bridge": "steps of episodes over the bridge: latency, rate and memory, compared with bare gRPC and OpenEnv",
     "bridge-chaos": "episodes under cut connections, killed bridges and killed clients: the same tokens, nothing left",
     "chaos": "iterations killed at named points and random times: same content, nothing sampled twice or left over",
+    "routing": "simulated replicas behind the HTTP router, beside consistent hashing: tokens computed, makespan, load",
     "router": "microseconds to choose a replica by its cache, compared with Dynamo; cache events at bounded memory",
     "envd": "sandboxes over gRPC, compared with bubblewrap, runc, runsc and SWE-ReX: latency, rate, idle memory",
     "envd-soak": "sandboxes created and destroyed while clients, spawner and server are killed: nothing is left over",

@@ -1,6 +1,6 @@
 """The inference plane's command line: `python -m inference serve --policy DIR --listen 127.0.0.1:8000`,
-`python -m inference bridge --policy DIR` for trainers that are not ours, and `python -m inference weights --folder DIR`
-beside a vLLM server.
+`python -m inference route --replica URL` in front of several servers, `python -m inference bridge --policy DIR` for
+trainers that are not ours, and `python -m inference weights --folder DIR` beside a vLLM server.
 """
 
 from __future__ import annotations
@@ -40,6 +40,29 @@ A port for others, with --tls-cert, --tls-key and --key-file:
 SIGTERM starts no more episodes, lets turns end (without --journal: episodes) and exits; Ctrl-C does not wait. The
 protocol is contracts/protos/bridge.proto; docs/bridge.md explains it.
 """
+_ROUTE = """Route requests to several servers of one policy, each to the one that has most of its prompt cached.
+
+Servers are those of `python -m inference serve`, vLLM, or any other with the OpenAI API and GET /health:
+
+\b
+  python -m inference route --replica http://a:8000 --replica http://b:8000
+
+Every server behind a DNS name, looked up again every two seconds:
+
+\b
+  python -m inference route --replica dns:engines.default.svc:8000
+
+With the cache events of the servers (vLLM: --kv-events-config; ours: serve --events-port), and metrics:
+
+\b
+  python -m inference route --replica ... --events-port 5557 --metrics
+
+Clients send what they would send to a server: POST /v1/completions, /v1/chat/completions or /inference/v1/generate,
+streams included. Two headers help: `X-Session` names a conversation whose prompts continue each other, `X-Group`
+requests with a common prompt. `X-Replica` in a reply names the server. Anybody who reaches the port can send requests.
+
+SIGTERM ends the router when its requests have ended. docs/routing.md explains how it chooses.
+"""
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Serve policies, and pull them for servers.")
 
 
@@ -61,6 +84,12 @@ def serve(
         float | None,
         typer.Option(min=0, help="Seconds in which requests are still accepted after SIGTERM [default: 5 in a pod]."),
     ] = None,
+    events_port: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=65534, help="Publish the prefix cache's events here, as vLLM does; replay at the next."
+        ),
+    ] = None,
 ) -> None:
     """Serve a policy until interrupted."""
     from inference.server.draining import default_drain_s
@@ -70,7 +99,32 @@ def serve(
 
     directory, found = find_policy(policy, store)
     drain_s = default_drain_s() if drain is None else drain
-    run(directory, version or found, Serving(listen, model, max_batch, threads, drain_s))
+    run(directory, version or found, Serving(listen, model, max_batch, threads, drain_s, events_port))
+
+
+@app.command(help=_ROUTE)
+def route(
+    replica: Annotated[list[str], typer.Option(help="Address of a server, or dns:NAME:PORT; may be repeated.")],
+    listen: Annotated[str, typer.Option(help="host:port to listen on; port 0 picks a free one.")] = "127.0.0.1:8080",
+    block_tokens: Annotated[int, typer.Option(min=1, help="Block size of the servers, e.g. vLLM's --block-size.")] = 16,
+    events_port: Annotated[
+        int | None,
+        typer.Option(min=1, max=65534, help="Port at each server for its cache events [default: assume its cache]."),
+    ] = None,
+    metrics: Annotated[bool, typer.Option("--metrics", help="Answer GET /metrics, for Prometheus.")] = False,
+    timeout: Annotated[float, typer.Option(min=1, help="Longest silence of a server in a reply, in seconds.")] = 600.0,
+    drain: Annotated[
+        float | None,
+        typer.Option(min=0, help="Seconds in which requests are still accepted after SIGTERM [default: 5 in a pod]."),
+    ] = None,
+) -> None:
+    """Route requests to several servers until interrupted."""
+    from inference.server.draining import default_drain_s
+    from inference.server.route import Routing
+    from inference.server.route import route as run
+
+    drain_s = default_drain_s() if drain is None else drain
+    run(Routing(",".join(replica), listen, block_tokens, events_port, metrics, timeout, drain_s))
 
 
 @app.command()

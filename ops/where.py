@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from inference.engines.config import OpenAIConfig, VllmConfig
+from inference.engines.config import OpenAIConfig, RoutedConfig, VllmConfig
 from resources.experiment import Experiment
 
 
@@ -13,6 +13,8 @@ def engine(experiment: Experiment) -> str:
     config, prompts = experiment.engine, experiment.prompts
     address = config.base_url if isinstance(config, OpenAIConfig | VllmConfig) else None
     place = f" at {address}" if address else ""
+    if isinstance(config, RoutedConfig):
+        place = f" over {len(config.replicas)} engines"
     return f"{config.kind} engine{place}, {prompts.workers} worker(s) x {experiment.rollouts.concurrency} episodes"
 
 

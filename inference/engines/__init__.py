@@ -2,8 +2,8 @@
 
 `open_engine` picks one by its config. `builtin` runs on the CPU in a thread of this process. `openai` connects to a
 server. `vllm` loads each policy into a vLLM server and proves that it is served (vllm_update); it may start that server
-itself (vllm_keeper), or use several (fleet). `custom` calls a function that the config names. May import contracts,
-triplane_kernels, inference.router and inference.errors.
+itself (vllm_keeper), or use several (fleet). `routed` spreads requests over several engines. `custom` calls a function
+that the config names. May import contracts, triplane_kernels, inference.router and inference.errors.
 """
 
 from __future__ import annotations
@@ -12,12 +12,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, overload
 
 from inference.engines.base import Completion, Engine, Piece, SamplingParams
-from inference.engines.config import BuiltinConfig, CustomConfig, EngineConfig, OpenAIConfig, VllmConfig
+from inference.engines.config import (
+    BuiltinConfig,
+    CustomConfig,
+    EngineConfig,
+    OpenAIConfig,
+    ReplicaConfig,
+    RoutedConfig,
+    VllmConfig,
+)
 
 if TYPE_CHECKING:  # load torch and httpx only for engines that need them
     from inference.engines.builtin import BuiltinEngine
     from inference.engines.fleet import FleetEngine
     from inference.engines.openai import OpenAIEngine
+    from inference.engines.routed import Opener, RoutedEngine
     from inference.engines.vllm import VllmEngine
     from inference.engines.vllm_keeper import VllmKeeper
 
@@ -29,6 +38,7 @@ __all__ = [
     "EngineConfig",
     "OpenAIConfig",
     "Piece",
+    "RoutedConfig",
     "SamplingParams",
     "VllmConfig",
     "open_engine",
@@ -39,6 +49,8 @@ __all__ = [
 def open_engine(spec: BuiltinConfig, directory: Path, version: str) -> BuiltinEngine: ...
 @overload
 def open_engine(spec: OpenAIConfig, directory: Path, version: str) -> OpenAIEngine: ...
+@overload
+def open_engine(spec: RoutedConfig, directory: Path, version: str) -> RoutedEngine: ...
 @overload
 def open_engine(
     spec: VllmConfig, directory: Path, version: str, keeper: VllmKeeper | None = None
@@ -75,8 +87,20 @@ def open_engine(spec: EngineConfig, directory: Path, version: str, keeper: VllmK
             timeout_s=spec.timeout_s,
             retries=spec.retries,
         )
-    from inference.engines.builtin import BuiltinEngine
+    if isinstance(spec, RoutedConfig):
+        from inference.engines.routed import RoutedEngine
 
-    return BuiltinEngine(
-        directory, version, max_batch=spec.max_batch, threads=spec.threads, prefix_bytes=spec.prefix_megabytes << 20
-    )
+        openers = [_replica(each, directory, version) for each in spec.replicas]
+        return RoutedEngine([(f"replica {place}", each) for place, each in enumerate(openers)], directory, version)
+    from inference.engines.builtin import open_builtin
+
+    return open_builtin(spec, directory, version)
+
+
+def _replica(spec: ReplicaConfig, directory: Path, version: str) -> Opener:
+    """Opens one engine of several."""
+    if not isinstance(spec, BuiltinConfig):
+        return lambda publish: open_engine(spec, directory, version)
+    from inference.engines.builtin import open_builtin
+
+    return lambda publish: open_builtin(spec, directory, version, publish)

@@ -35,6 +35,8 @@ class SamplingParams:
     """Sampling one of these ends the completion and keeps it as the last token."""
     routing_from: int | None = None
     """First position of the context whose chosen experts are returned, at most the prompt's length. None: none are."""
+    group: str | None = None
+    """Name of requests with a common prompt, which are best sent to one replica. Changes no token."""
 
 
 @dataclass(frozen=True)

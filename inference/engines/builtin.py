@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,10 +23,13 @@ import torch
 from triplane_kernels.cpu import resolve_kernels
 
 from inference.engines.base import Completion, Piece, SamplingParams, check_streamable
+from inference.engines.config import BuiltinConfig
+from inference.engines.kv import LANES
 from inference.engines.requests import Answer, Pieces, Reply, Request
 from inference.engines.scheduler import Scheduler
 from inference.engines.weights import Weights, read_weights
 from inference.errors import EngineError, EngineStopped, OtherArchitecture, RequestTooLong
+from inference.router.residency import Batch, Event
 
 PREFIX_BYTES = 512 << 20
 SWITCH_INTERVAL_S = 0.0002
@@ -54,16 +57,24 @@ class BuiltinEngine:
         max_batch: int = 256,
         threads: int | None = None,
         prefix_bytes: int = PREFIX_BYTES,
+        publish: Callable[[Batch], None] | None = None,
     ) -> None:
         """directory: a checkpoint. max_batch: largest batch. threads: of torch, None for its default. prefix_bytes:
-        memory to reuse the state of finished sequences; 0 disables reuse.
+        memory to reuse the state of finished sequences; 0 disables reuse. publish: gets the events of that memory, in
+        blocks of prefix_cache.BLOCK_TOKENS tokens; called in the engine's thread.
         """
         weights = read_weights(directory)
         self._architecture = weights.architecture
         self._version = version
-        self._threads = threads
+        self._threads, self._prefix_bytes = threads, prefix_bytes
+        self._publish, self._events, self._batches = publish, list[Event](), 0
         self._scheduler = Scheduler(
-            weights, version, max_batch=max_batch, prefix_bytes=prefix_bytes, deliver=self._collect
+            weights,
+            version,
+            max_batch=max_batch,
+            prefix_bytes=prefix_bytes,
+            deliver=self._collect,
+            publish=None if publish is None else self._events.append,
         )
         self._wake = threading.Event()
         self._closing = False
@@ -142,6 +153,13 @@ class BuiltinEngine:
     async def version(self) -> str:
         """See Engine.version."""
         return self._version
+
+    @property
+    def room(self) -> float:
+        """Tokens that the prefix cache holds."""
+        shape = self._architecture
+        numbers = shape.layers * shape.kv_heads * (2 * shape.head_dim + LANES)
+        return self._prefix_bytes / (numbers * torch.float32.itemsize)
 
     @property
     def stopped(self) -> bool:
@@ -228,7 +246,11 @@ class BuiltinEngine:
         self._results.append((request, result))
 
     def _flush(self) -> None:
-        """Deliver the results of a step, with one wake-up for each event loop."""
+        """Publish the events and deliver the results of a step, with one wake-up for each event loop."""
+        if self._events and self._publish is not None:
+            self._publish(Batch(self._batches, self._events.copy()))
+            self._events.clear()
+            self._batches += 1
         if not self._results:
             return
         results, self._results = self._results, []
@@ -244,6 +266,20 @@ class BuiltinEngine:
         while self._reloads:
             _, _, loop, done = self._reloads.popleft()
             _call(loop, _reject, done, error)
+
+
+def open_builtin(
+    spec: BuiltinConfig, directory: Path, version: str, publish: Callable[[Batch], None] | None = None
+) -> BuiltinEngine:
+    """Engine with these settings. publish: see BuiltinEngine."""
+    return BuiltinEngine(
+        directory,
+        version,
+        max_batch=spec.max_batch,
+        threads=spec.threads,
+        prefix_bytes=spec.prefix_megabytes << 20,
+        publish=publish,
+    )
 
 
 def _check_temperature(temperature: float) -> None:

@@ -98,6 +98,12 @@ class VllmConfig(_RemoteConfig):
     in the file $TRIPLANE_WEIGHTS_KEY_FILE, if it asks for one. null: servers read this machine's files under the same
     paths.
     """
+    events_port: int | None = Field(default=None, ge=1, le=65534)
+    """Port at the host of each server of a fleet where vLLM publishes its cache events, and replays them at the next
+    one (docs/routing.md). null: what a server has cached is known by the requests sent to it.
+    """
+    block_tokens: int = Field(default=16, ge=1, le=65536)
+    """Block size of the servers of a fleet (--block-size), in tokens."""
     python: str = "python"
     """Python interpreter of the environment with vLLM, for a server started here."""
     flags: tuple[str, ...] = ()
@@ -166,6 +172,8 @@ class VllmConfig(_RemoteConfig):
             self.addresses()
         except ConfigError as error:
             raise ValueError(str(error)) from None
+        if self.events_port is not None and not self.is_fleet:
+            raise ValueError("events_port has no effect on one server: name several in base_url, or leave it out")
         return self
 
     def addresses(self) -> list[Address]:
@@ -232,4 +240,35 @@ class CustomConfig(_Config):
         return found
 
 
-EngineConfig = Annotated[BuiltinConfig | OpenAIConfig | VllmConfig | CustomConfig, Field(discriminator="kind")]
+ReplicaConfig = Annotated[BuiltinConfig | OpenAIConfig | VllmConfig, Field(discriminator="kind")]
+
+
+class RoutedConfig(_Config):
+    """Several engines of one policy; each request goes to the one that has most of its prompt cached.
+
+    See docs/routing.md.
+    """
+
+    kind: Literal["routed"]
+    """Selects this engine."""
+    replicas: tuple[ReplicaConfig, ...] = Field(min_length=1, max_length=1024)
+    """The engines: builtin, openai or vllm."""
+
+    @property
+    def implementation(self) -> str:
+        """See the base class; that of the replicas, if it is the same, since a router changes no token."""
+        return " ".join(sorted({each.implementation for each in self.replicas}))
+
+    @property
+    def records_routing(self) -> bool:
+        """See the base class."""
+        return all(each.records_routing for each in self.replicas)
+
+    def mismatch(self, forward: Forward) -> str | None:
+        """See the base class."""
+        return next((reason for each in self.replicas if (reason := each.mismatch(forward)) is not None), None)
+
+
+EngineConfig = Annotated[
+    BuiltinConfig | OpenAIConfig | VllmConfig | CustomConfig | RoutedConfig, Field(discriminator="kind")
+]

@@ -29,7 +29,8 @@ from inference.engines.vllm import VllmEngine
 from inference.engines.vllm_policy import PolicyDirectory, PolicyFiles, Preparer
 from inference.engines.vllm_update import put_to_sleep
 from inference.errors import EngineError, EngineStopped, EngineUnreachable, StaleVersion, WeightsDiffer
-from inference.router import Namespace, Router
+from inference.router import Namespace, Router, RouterConfig
+from inference.router.subscriber import Subscriptions
 
 T = TypeVar("T")
 TRIES = 3
@@ -48,7 +49,8 @@ class FleetEngine(StreamsWhole):
     def __init__(self, config: VllmConfig, files: PolicyFiles) -> None:
         self._config, self._files = config, files
         self._preparer = Preparer(config)
-        self._router = Router(Namespace(files.version))
+        self._router = Router(Namespace(files.version), RouterConfig(block_tokens=config.block_tokens))
+        self._events = Subscriptions(self._router, config.events_port)
         self._replicas: dict[str, Replica] = {}
         self._misses: dict[str, int] = {}
         self._scale = Scale(config.statefulset) if config.statefulset is not None else None
@@ -61,13 +63,11 @@ class FleetEngine(StreamsWhole):
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
         """See Engine.generate. Turns of an episode, which have the same seed, are a session of the router."""
-        return await self._call(
-            lambda engine: engine.generate(prompt_ids, params), prompt_ids, params.max_tokens, str(params.seed)
-        )
+        return await self._call(lambda engine: engine.generate(prompt_ids, params), prompt_ids, params)
 
     async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> list[float]:
         """See Engine.score. As VllmEngine.score."""
-        return await self._call(lambda engine: engine.score(token_ids, temperature), token_ids, 1, None)
+        return await self._call(lambda engine: engine.score(token_ids, temperature), token_ids)
 
     async def load_weights(self, directory: Path, version: str) -> None:
         """See Engine.load_weights. Servers that can't are left out; raises EngineError if none can."""
@@ -90,6 +90,7 @@ class FleetEngine(StreamsWhole):
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.gather(self._watching, return_exceptions=True)
+        await self._events.close()
         await asyncio.gather(*(each.close() for each in self._replicas.values()))
 
     def serving(self) -> list[str]:
@@ -100,12 +101,21 @@ class FleetEngine(StreamsWhole):
         self,
         call: Callable[[VllmEngine], Coroutine[Any, Any, T]],
         prompt: Sequence[int],
-        max_tokens: int,
-        session: str | None,
+        params: SamplingParams | None = None,
     ) -> T:
+        """params: of a turn; None: nothing is sampled."""
         for attempt in range(1, TRIES + 1):
             serving = await self._serving()
-            decision = self._router.route(prompt, [*serving], max_tokens=max_tokens, session=session)
+            if params is None:
+                decision = self._router.route(prompt, [*serving], max_tokens=1)
+            else:
+                decision = self._router.route(
+                    prompt,
+                    [*serving],
+                    max_tokens=params.max_tokens,
+                    session=str(params.seed),
+                    group=params.group,
+                )
             replica, began = serving[decision.replica], time.monotonic()
             try:
                 result = await replica.ask(call(replica.engine))
@@ -173,6 +183,7 @@ class FleetEngine(StreamsWhole):
             task.cancel()
         await asyncio.gather(*joining, return_exceptions=True)
         await asyncio.gather(*(each.update(files) for each in replicas))
+        self._follow()
         self._changed.set()
         for each in replicas:
             if each.fault is not None:
@@ -254,8 +265,13 @@ class FleetEngine(StreamsWhole):
             _log.warning("%s is left out until it is updated and verified again: %s", replica.url, error)
             replica.leave_out(error)
             self._router.keep(self.serving())
+            self._follow()
             self._changed.set()
         self._rejoin()
+
+    def _follow(self) -> None:
+        """Follow the cache events of the servers that serve, and of no others."""
+        self._events.sync({url: url for url in self.serving()})
 
     def _rejoin(self) -> None:
         """Update servers that were left out, in the background."""
@@ -267,6 +283,7 @@ class FleetEngine(StreamsWhole):
         await replica.update(self._files)
         if replica.serves:
             self._misses[replica.url] = 0
+            self._follow()
             _log.info("%s serves policy %s", replica.url, self._files.version[:12])
         self._changed.set()
 

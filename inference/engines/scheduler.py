@@ -24,6 +24,7 @@ from inference.engines.prefix_cache import Prefix, PrefixStore
 from inference.engines.requests import Request, SequenceTable
 from inference.engines.sampling import SEED_MASK, sample, scaled_logprobs, uniform
 from inference.engines.weights import Weights
+from inference.router.residency import Event
 
 PREFILL_TOKENS = 2048
 """New tokens at which a group admits no further request; limits a step's memory and latency."""
@@ -39,14 +40,24 @@ _NOTHING = np.zeros(0, np.int64)
 class Scheduler:
     """Owns the cache and its sequences. Not thread-safe: only `waiting.append` may be called from other threads."""
 
-    def __init__(self, weights: Weights, version: str, *, max_batch: int, prefix_bytes: int, deliver: Deliver) -> None:
+    def __init__(
+        self,
+        weights: Weights,
+        version: str,
+        *,
+        max_batch: int,
+        prefix_bytes: int,
+        deliver: Deliver,
+        publish: Callable[[Event], None] | None = None,
+    ) -> None:
+        """publish: gets what the prefix cache stores and drops."""
         self.weights, self.version = weights, version
         self.waiting: deque[Request] = deque()
         self._deliver = deliver
         self._max_batch = max_batch
         self._cache = KvCache(weights.architecture)
         self._rotary = Rotary(weights.architecture)
-        self._prefixes = PrefixStore(prefix_bytes)
+        self._prefixes = PrefixStore(prefix_bytes, publish)
         shape = weights.architecture
         self._table = SequenceTable((shape.layers, shape.experts_per_token), shape.experts)
         self._decoding = 0

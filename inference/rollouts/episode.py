@@ -193,7 +193,9 @@ class Attempt:
         if room < 1:
             return None
         routing_from = self._transcript.routed if config.record_routing else None
-        params = SamplingParams(config.temperature, room, self._slot.token_seed, self._environment.stops, routing_from)
+        params = SamplingParams(
+            config.temperature, room, self._slot.token_seed, self._environment.stops, routing_from, self._group_id
+        )
         began = time.perf_counter()
         try:
             completion = await self._player.engine.generate(self._transcript.token_ids, params)

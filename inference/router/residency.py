@@ -35,6 +35,8 @@ class Stored:
     tokens: Tokens
     """[len(blocks) * block_tokens] token ids."""
     block_tokens: int
+    namespace: int | None = None
+    """Of a chain without parent, if it is known: value of its Namespace. None: the one that the replica serves."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,8 @@ class _Source:
     """The engine's hash of a block -> hash of the prefix that ends with it."""
     leases: dict[int, float] = field(default_factory=dict)
     """Last block of an assumed prefix -> end of its lifetime."""
+    said: set[str] = field(default_factory=set)
+    """Faults that were logged; each is logged once."""
 
 
 @dataclass
@@ -128,6 +132,15 @@ class Residency:
             self._index.prune(tip, source.holder + 1, lambda key: False)
         source.leases.clear()
 
+    def restart(self, name: str) -> None:
+        """Forget all that the replica has, since it has restarted; its batches are numbered from 0 again."""
+        self.clear(name)
+        self._source(name).next = 0
+
+    def awaited(self, name: str) -> int:
+        """Sequence number of the replica's next batch."""
+        return self._source(name).next
+
     def apply(self, name: str, batch: Batch) -> None:
         """Apply a batch; those missing before it are replayed, or the replica is cleared first.
 
@@ -136,8 +149,7 @@ class Residency:
         """
         source = self._source(name)
         if batch.sequence == 0 and source.next:
-            self.clear(name)
-            source.next = 0
+            self.restart(name)
         if batch.sequence < source.next:
             self.counters.late += 1
             return
@@ -154,7 +166,7 @@ class Residency:
         if missing:
             self.clear(name)
             self.counters.lost += missing
-            _log.warning("%s: %d batch(es) of cache events are lost: its cache counts as empty", name, missing)
+            self._say(name, source, "cache events are lost: its cache counts as empty, and by our own requests")
 
     def _apply(self, name: str, source: _Source, batch: Batch) -> None:
         source.next = batch.sequence + 1
@@ -181,8 +193,10 @@ class Residency:
         depth = 0 if parent is None else self._index.depth(parent)
         if parent is not None and not depth:
             self.counters.orphans += len(event.blocks)
+            self._say(name, source, "blocks follow unknown ones: they count by our own requests only")
             return
-        hashes = self._hasher.prefixes(event.tokens, source.namespace if parent is None else parent, depth).tolist()
+        namespace = source.namespace if event.namespace is None else event.namespace
+        hashes = self._hasher.prefixes(event.tokens, namespace if parent is None else parent, depth).tolist()
         stored = self._index.store(hashes, source.holder, parent)
         self.counters.orphans += len(hashes) - stored
         before = len(source.known)
@@ -217,6 +231,11 @@ class Residency:
             if source.leases.get(tip) == end:
                 del source.leases[tip]
                 self._index.prune(tip, source.holder + 1, source.leases.__contains__)
+
+    def _say(self, name: str, source: _Source, fault: str) -> None:
+        if fault not in source.said:
+            source.said.add(fault)
+            _log.warning("%s: %s; said once", name, fault)
 
     def _source(self, name: str) -> _Source:
         source = self._sources.get(name)

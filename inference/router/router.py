@@ -90,6 +90,10 @@ class Router:
         """Names of the replicas."""
         return list(self._places)
 
+    def flying(self) -> dict[str, float]:
+        """Tokens of the requests in flight at each replica."""
+        return {name: float(self._columns.tokens[place]) for name, place in self._places.items()}
+
     def add(self, name: str, room: float = np.inf, replay: Replay | None = None) -> None:
         """A replica serves, its cache is empty. room: tokens that it holds. Raises RouterError for a known name.
 
@@ -119,14 +123,20 @@ class Router:
             self.remove(name)
 
     def route(
-        self, prompt: Tokens, serving: Collection[str], *, max_tokens: int, session: str | None = None
+        self,
+        prompt: Tokens,
+        serving: Collection[str],
+        *,
+        max_tokens: int,
+        session: str | None = None,
+        group: str | None = None,
     ) -> Decision:
         """Choose among exactly the replicas `serving`, and begin. See `choose`."""
         self.keep(serving)
         for name in serving:
             if name not in self._places:
                 self.add(name)
-        decision = self.choose(prompt, max_tokens=max_tokens, session=session)
+        decision = self.choose(prompt, max_tokens=max_tokens, session=session, group=group)
         self.begin(decision)
         return decision
 
@@ -139,6 +149,10 @@ class Router:
     def apply(self, name: str, batch: Batch) -> None:
         """Apply cache events of a replica. See Residency.apply."""
         self.residency.apply(name, batch)
+
+    def restarted(self, name: str) -> None:
+        """A replica has lost its cache; requests in flight there still count. Raises RouterError for an unknown one."""
+        self.residency.restart(name)
 
     def choose(
         self, prompt: Tokens, *, max_tokens: int, session: str | None = None, group: str | None = None

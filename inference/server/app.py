@@ -27,10 +27,11 @@ from contracts.chat import ChatTokenizer
 from contracts.errors import TriplaneError
 from inference.engines.base import Completion, Engine, SamplingParams
 from inference.engines.openai import OWNER
-from inference.errors import BadRequest, EngineStopped, NoPolicyYet, RequestTooLong, StaleVersion, Withdrawn
+from inference.errors import BadRequest, NoPolicyYet, StaleVersion, Withdrawn
 from inference.server.api import ChatRequest, CompletionRequest, LoadRequest, ScoreRequest, WithdrawRequest
 from inference.server.chat import answer_message, prompt_tokens
 from inference.server.readiness import Readiness
+from inference.server.replies import disconnected, error_reply, explain
 
 CHAT_TOKENS = 1024
 Opener = Callable[[Path, str], tuple[Engine, ChatTokenizer | None]]
@@ -61,7 +62,7 @@ class Application:
             Route("/v1/load_weights", _json(LoadRequest, self._load), methods=["POST"]),
             Route("/v1/withdraw", _json(WithdrawRequest, self._withdraw), methods=["POST"]),
         ]
-        return Starlette(routes=routes, exception_handlers={TriplaneError: _explain, Exception: _explain})
+        return Starlette(routes=routes, exception_handlers={TriplaneError: explain, Exception: explain})
 
     async def open(self, directory: Path, version: str) -> None:
         """Serve the first policy. Raises TriplaneError."""
@@ -211,41 +212,14 @@ def _json(
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             where = ".".join(str(part) for part in first["loc"]) or "the body"
-            return _error(400, f"{where}: {first['msg']}", "invalid_request")
+            return error_reply(400, f"{where}: {first['msg']}", "invalid_request")
         work = asyncio.ensure_future(handler(body))
-        gone = asyncio.ensure_future(_disconnected(request))
+        gone = asyncio.ensure_future(disconnected(request))
         try:
             await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
-            return JSONResponse(await work) if work.done() else _error(499, "the client disconnected", "cancelled")
+            return JSONResponse(await work) if work.done() else error_reply(499, "the client disconnected", "cancelled")
         finally:
             work.cancel()
             gone.cancel()
 
     return route
-
-
-async def _disconnected(request: Request) -> None:
-    """Return when the client disconnects, so that its sequence frees its slot."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _explain(request: Request, error: Exception) -> JSONResponse:
-    match error:
-        case StaleVersion():
-            return _error(409, str(error), "stale_policy_version")
-        case Withdrawn():
-            return _error(503, str(error), "withdrawn", kind="server_error")
-        case NoPolicyYet():
-            return _error(503, str(error), "no_policy_yet", kind="server_error")
-        case RequestTooLong():
-            return _error(400, str(error), "context_length_exceeded")
-        case EngineStopped():
-            return _error(503, str(error), "engine_stopped", kind="server_error")
-        case TriplaneError():
-            return _error(400, str(error), "invalid_request")
-    return _error(500, f"the server failed ({type(error).__name__}): see its log", "internal", kind="server_error")
-
-
-def _error(status: int, message: str, code: str, kind: str = "invalid_request_error") -> JSONResponse:
-    return JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": code}}, status_code=status)

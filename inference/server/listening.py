@@ -37,3 +37,11 @@ async def beside(server: uvicorn.Server, work: Coroutine[Any, Any, None]) -> Asy
         (outcome,) = await asyncio.gather(task, return_exceptions=True)
     if isinstance(outcome, Exception):
         raise outcome
+
+
+async def announced(server: uvicorn.Server) -> tuple[str, int]:
+    """Wait until the server listens, and return its host and port."""
+    while not server.started:
+        await asyncio.sleep(0.02)
+    host, port = server.servers[0].sockets[0].getsockname()[:2]
+    return host, port

@@ -11,10 +11,11 @@ import uvicorn
 
 from contracts.chat import ChatTokenizer
 from inference.engines.builtin import BuiltinEngine
-from inference.server.app import Application
+from inference.router.publisher import EventPublisher
+from inference.server.app import Application, Opener
 from inference.server.draining import DrainingServer
 from inference.server.follow import Source, follow
-from inference.server.listening import beside, split_address
+from inference.server.listening import announced, beside, split_address
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,20 @@ class Serving:
     """Torch threads; None for its default."""
     drain_s: float = 0.0
     """Seconds in which requests are still accepted after SIGTERM."""
+    events_port: int | None = None
+    """Port for the events of the prefix cache; they are replayed at the next one. None: they are not published."""
 
-    def open(self, directory: Path, version: str) -> tuple[BuiltinEngine, ChatTokenizer | None]:
-        """Engine and tokenizer of a policy."""
-        tokenizer = ChatTokenizer.from_directory(directory) if (directory / "tokenizer.json").is_file() else None
-        return BuiltinEngine(directory, version, max_batch=self.max_batch, threads=self.threads), tokenizer
+    def opener(self, publisher: EventPublisher | None) -> Opener:
+        """Opens engine and tokenizer of a policy."""
+
+        def opened(directory: Path, version: str) -> tuple[BuiltinEngine, ChatTokenizer | None]:
+            tokenizer = ChatTokenizer.from_directory(directory) if (directory / "tokenizer.json").is_file() else None
+            engine = BuiltinEngine(
+                directory, version, max_batch=self.max_batch, threads=self.threads, publish=publisher
+            )
+            return engine, tokenizer
+
+        return opened
 
 
 def serve(directory: Path, version: str, serving: Serving) -> None:
@@ -69,7 +79,8 @@ def serve_live(following: Following, serving: Serving) -> None:
 
 async def _serve(serving: Serving, policy: tuple[Path, str] | None, following: Following | None) -> None:
     host, port = split_address(serving.listen)
-    app = Application(serving.open, serving.model)
+    publisher = None if serving.events_port is None else EventPublisher(host, serving.events_port)
+    app = Application(serving.opener(publisher), serving.model)
     server = DrainingServer(app.starlette(), host, port, app.readiness, serving.drain_s)
     try:
         if policy is not None:
@@ -82,12 +93,12 @@ async def _serve(serving: Serving, policy: tuple[Path, str] | None, following: F
                 await server.run_until_told()
     finally:
         await app.close()
+        if publisher is not None:
+            publisher.close()
 
 
 async def _announce(server: uvicorn.Server, app: Application) -> None:
-    while not server.started:
-        await asyncio.sleep(0.02)
-    host, port = server.servers[0].sockets[0].getsockname()[:2]
+    host, port = await announced(server)
     version, told = await app.version(), False
     while version is None:
         if app.readiness.waiting is not None and not told:

@@ -18,7 +18,7 @@ from contracts.episodes import Episode, Outcome, TokenRole, episodes_table, read
 from contracts.routing import decode_routes
 from envd.client import SandboxClient
 from envd.local import LocalEnvd
-from inference.engines.builtin import BuiltinEngine
+from inference.engines import BuiltinConfig, EngineConfig, RoutedConfig, open_engine
 from inference.engines.vllm_probes import score_rows
 from inference.engines.weights import read_weights
 from inference.rollouts.episode import Player
@@ -39,13 +39,18 @@ def random_policy(tmp_path_factory: pytest.TempPathFactory, tokenizer: ChatToken
 
 
 def play(
-    directory: Path, envd: LocalEnvd, tokenizer: ChatTokenizer, concurrency: int, **changes: Any
+    directory: Path,
+    envd: LocalEnvd,
+    tokenizer: ChatTokenizer,
+    concurrency: int,
+    spec: EngineConfig = BuiltinConfig(threads=1),
+    **changes: Any,
 ) -> tuple[list[Episode], list[list[float]]]:
     settings = {"max_tokens": 220, "max_turn_tokens": 110, "temperature": 4.0, "concurrency": concurrency, **changes}
     config = make_plan(TASKS, 1, **settings).config
 
     async def run() -> tuple[list[Episode], list[list[float]]]:
-        engine = BuiltinEngine(directory, POLICY.digest, threads=1)
+        engine = open_engine(spec, directory, POLICY.digest)
         try:
             async with SandboxClient(envd.address) as client:
                 player = Player.of(engine, client, tokenizer, config, policy_version=POLICY.digest, key="k")
@@ -70,6 +75,18 @@ def test_episodes_do_not_depend_on_concurrency_and_their_logprobs_are_the_policy
         for role, sampled, scored in zip(sequence.token_role, sequence.logprobs, score, strict=True):
             assert (sampled is None) == (role != TokenRole.POLICY)
             assert sampled is None or abs(sampled - scored) < 1e-4
+
+
+def test_episodes_of_routed_replicas_are_those_of_one_engine(
+    random_policy: Path, envd: LocalEnvd, tokenizer: ChatTokenizer
+) -> None:
+    replicas = RoutedConfig(kind="routed", replicas=(BuiltinConfig(threads=1),) * 3)
+    alone, scores = play(random_policy, envd, tokenizer, 8)
+    spread, again = play(random_policy, envd, tokenizer, 8, replicas)
+    for table in (episodes_table, sequences_table):
+        assert table_digest(table(spread)) == table_digest(table(alone))
+    assert again == scores
+    assert replicas.implementation == BuiltinConfig().implementation
 
 
 def test_episodes_survive_their_tables(random_policy: Path, envd: LocalEnvd, tokenizer: ChatTokenizer) -> None:

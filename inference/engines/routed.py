@@ -1,0 +1,219 @@
+"""Engine over several engines of one policy, chosen by what each has in its prefix cache.
+
+call --> router chooses a replica --> its engine
+a replica fails --> left out for a while, its call is repeated at another one --> asked again
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from contracts.errors import TriplaneError
+from contracts.retries import backoff_s
+from inference.engines.base import Completion, Engine, Piece, SamplingParams, check_streamable
+from inference.engines.builtin import BuiltinEngine
+from inference.errors import EngineError, EngineStopped, EngineUnreachable, StaleVersion, WeightsDiffer
+from inference.router import Batch, Decision, Namespace, Router
+
+T = TypeVar("T")
+Opener = Callable[[Callable[[Batch], None]], Engine]
+"""Opens the engine of a replica, which may pass the events of its prefix cache to the function, in any thread."""
+TRIES = 3
+"""Replicas that one call is sent to, before its error is the caller's."""
+PAUSE_S, LONGEST_S = 2.0, 60.0
+"""Seconds for which a replica is left out after its first fault, and at most."""
+_FAULTS = (EngineUnreachable, EngineStopped, StaleVersion, WeightsDiffer)
+_log = logging.getLogger(__name__)
+
+
+class _Replica:
+    def __init__(self, name: str, engine: Engine) -> None:
+        self.name, self.engine = name, engine
+        self.room = engine.room if isinstance(engine, BuiltinEngine) else math.inf
+        """Tokens that its prefix cache holds; infinite: unknown."""
+        self.fault: TriplaneError | None = None
+        self.due = 0.0
+        """When it may be asked again."""
+        self._failures = 0
+
+    @property
+    def serves(self) -> bool:
+        return self.due <= time.monotonic()
+
+    def leave_out(self, fault: TriplaneError) -> None:
+        self._failures += 1
+        self.fault, self.due = fault, time.monotonic() + backoff_s(self._failures, PAUSE_S, LONGEST_S)
+
+    def well(self) -> None:
+        self.fault, self._failures, self.due = None, 0, 0.0
+
+
+class RoutedEngine:
+    """See inference.engines.base.Engine. Belongs to one event loop."""
+
+    def __init__(self, replicas: Sequence[tuple[str, Opener]], directory: Path, version: str) -> None:
+        """replicas: names, and what opens their engines for the checkpoint in `directory`."""
+        self._directory, self._version = directory, version
+        self._router = Router(Namespace(version))
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._lock = asyncio.Lock()
+        self._started = self._closed = False
+        self._replicas: dict[str, _Replica] = {}
+        for name, opener in replicas:
+            self._replicas[name] = _Replica(name, opener(self._listener(name)))
+
+    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
+        """See Engine.generate. Turns of an episode, which have the same seed, are a session of the router."""
+        return await self._call(lambda engine: engine.generate(prompt_ids, params), prompt_ids, params)
+
+    async def stream(self, prompt_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Piece]:
+        """See Engine.stream. A fault before the first piece is repeated at another replica, a later one is raised."""
+        check_streamable(params)
+        for attempt in range(1, TRIES + 1):
+            replica, decision = await self._chosen(prompt_ids, params)
+            began, sampled = time.monotonic(), 0
+            pieces = replica.engine.stream(prompt_ids, params)
+            try:
+                async for piece in pieces:
+                    sampled += len(piece.token_ids)
+                    yield piece
+                self._router.finish(decision, seconds=time.monotonic() - began, sampled=sampled)
+                replica.well()
+                return
+            except _FAULTS as error:
+                self._leave_out(replica, error)
+                if sampled or attempt == TRIES:
+                    raise
+            finally:
+                await pieces.aclose()
+                self._router.finish(decision)
+
+    async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> list[float]:
+        """See Engine.score."""
+        return await self._call(lambda engine: engine.score(token_ids, temperature), token_ids, None)
+
+    async def load_weights(self, directory: Path, version: str) -> None:
+        """See Engine.load_weights. Replicas that can't are left out; raises an error with each fault if none can."""
+        async with self._lock:
+            self._directory, self._version, self._started = directory, version, False
+            self._router.serve(Namespace(version))
+            await self._start()
+
+    async def version(self) -> str:
+        """See Engine.version. Brings the replicas to the version first."""
+        await self._ready()
+        return self._version
+
+    async def close(self) -> None:
+        """See Engine.close."""
+        self._closed = True
+        await asyncio.gather(*(each.engine.close() for each in self._replicas.values()))
+
+    def serving(self) -> list[str]:
+        """Names of the replicas that are asked."""
+        return self._router.replicas
+
+    async def _call(
+        self,
+        call: Callable[[Engine], Coroutine[Any, Any, T]],
+        prompt: Sequence[int],
+        params: SamplingParams | None,
+    ) -> T:
+        for attempt in range(1, TRIES + 1):
+            replica, decision = await self._chosen(prompt, params)
+            began = time.monotonic()
+            try:
+                result = await call(replica.engine)
+                sampled = len(result.token_ids) if isinstance(result, Completion) else 0
+                self._router.finish(decision, seconds=time.monotonic() - began, sampled=sampled)
+                replica.well()
+                return result
+            except _FAULTS as error:
+                self._leave_out(replica, error)
+                if attempt == TRIES:
+                    raise
+            finally:
+                self._router.finish(decision)
+        raise AssertionError("the loop returns or raises")
+
+    async def _chosen(self, prompt: Sequence[int], params: SamplingParams | None) -> tuple[_Replica, Decision]:
+        """A replica for a request, which has begun there."""
+        await self._ready()
+        for each in self._replicas.values():
+            if each.serves and each.fault is not None:
+                await self._bring(each)  # it may have missed an update
+        if not self.serving():
+            raise self._nobody()
+        if params is None:
+            decision = self._router.choose(prompt, max_tokens=1)
+        else:
+            decision = self._router.choose(
+                prompt, max_tokens=params.max_tokens, session=str(params.seed), group=params.group
+            )
+        self._router.begin(decision)
+        return self._replicas[decision.replica], decision
+
+    async def _ready(self) -> None:
+        if self._closed:
+            raise EngineStopped("the engine is closed: open another one")
+        if self._started:
+            return
+        async with self._lock:
+            if not self._started:
+                await self._start()
+
+    async def _start(self) -> None:
+        """Bring every replica to the version. Raises an error if none gets there."""
+        self._loop = asyncio.get_running_loop()
+        await asyncio.gather(*(self._bring(each) for each in self._replicas.values()))
+        if not self.serving():
+            raise self._nobody()
+        self._started = True
+
+    async def _bring(self, replica: _Replica) -> None:
+        """Make a replica serve the version, or leave it out."""
+        directory, version = self._directory, self._version
+        try:
+            if await replica.engine.version() != version:
+                await replica.engine.load_weights(directory, version)
+            replica.well()
+            if replica.name not in self._router.replicas:
+                self._router.add(replica.name, replica.room)
+        except EngineError as error:
+            self._leave_out(replica, error)
+
+    def _leave_out(self, replica: _Replica, fault: TriplaneError) -> None:
+        if self._closed:
+            raise EngineStopped("the engine is closed: open another one") from fault
+        _log.warning("%s is left out for a while: %s", replica.name, fault)
+        replica.leave_out(fault)
+        if replica.name in self._router.replicas:
+            self._router.remove(replica.name)
+
+    def _listener(self, name: str) -> Callable[[Batch], None]:
+        def published(batch: Batch) -> None:
+            if self._loop is not None and not self._closed:
+                try:
+                    self._loop.call_soon_threadsafe(self._apply, name, batch)
+                except RuntimeError:
+                    return  # the loop is closed
+
+        return published
+
+    def _apply(self, name: str, batch: Batch) -> None:
+        if name in self._router.replicas:
+            self._router.apply(name, batch)
+
+    def _nobody(self) -> TriplaneError:
+        """Error with the fault of each replica; of their common type, if there is one."""
+        said = f"none of {len(self._replicas)} replicas serves policy {self._version[:12]}: " + "; ".join(
+            f"{each.name}: {each.fault}" for each in self._replicas.values()
+        )
+        kinds = {type(each.fault) for each in self._replicas.values() if each.fault is not None}
+        return kinds.pop()(said) if len(kinds) == 1 else EngineUnreachable(said)

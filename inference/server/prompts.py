@@ -1,0 +1,68 @@
+"""What a request to the router begins with, as integers that can be compared: its token ids, or its text."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from inference.errors import BadRequest
+
+_DEFAULT = 256
+"""Tokens that are expected of a request that names no limit."""
+_WORD = 4
+"""Bytes of text that stand for a token."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the router knows of a request."""
+
+    prompt: npt.NDArray[np.int32]
+    """[n] token ids, or text in words of 4 bytes."""
+    max_tokens: int
+    """Most tokens to sample."""
+
+
+def asked(content: bytes) -> Asked:
+    """Read the body of a request for a completion or a chat. Raises BadRequest for what is none."""
+    try:
+        body = json.loads(content)
+    except ValueError as error:
+        raise BadRequest(f"the body is not JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise BadRequest("the body is no JSON object: send one with `prompt` or `messages`")
+    found = next((body[name] for name in ("token_ids", "prompt") if name in body), None)
+    if found is None and not isinstance(body.get("messages"), list):
+        raise BadRequest("the body has neither `prompt`, `token_ids` nor a list `messages`: send one of them")
+    sampling = body.get("sampling_params")
+    limits = {**(sampling if isinstance(sampling, dict) else {}), **body}
+    limit = limits.get("max_completion_tokens") or limits.get("max_tokens")
+    most = limit if isinstance(limit, int) and limit > 0 else _DEFAULT
+    if _is_tokens(found):
+        try:
+            return Asked(np.array(found, np.int32), most)
+        except OverflowError:
+            raise BadRequest("the prompt holds what is no token id: send integers in [0, 2**31)") from None
+    if isinstance(found, str):
+        return Asked(_words(found), most)
+    parts = found if found is not None else [*_listed(body.get("tools")), *body["messages"]]
+    return Asked(_words("\n".join(json.dumps(part, sort_keys=True) for part in _listed(parts))), most)
+
+
+def _is_tokens(prompt: Any) -> bool:
+    return isinstance(prompt, list) and bool(prompt) and all(type(token) is int for token in prompt)
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value] if value is not None else []
+
+
+def _words(text: str) -> npt.NDArray[np.int32]:
+    """Texts with a common beginning have words with a common beginning."""
+    raw = text.encode()
+    padded = raw + b"\0" * (-len(raw) % _WORD)
+    return (np.frombuffer(padded, "<u4") & 0x7FFFFFFF).astype(np.int32)

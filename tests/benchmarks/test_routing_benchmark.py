@@ -1,0 +1,53 @@
+"""The benchmark of routing at a small size, and its bounds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import routing
+from benchmarks.goals import load_goals
+from benchmarks.routing_load import BLOCK, Conversation, Turn, answer, group_load, least, trace_load
+from contracts.errors import ConfigError
+
+
+def test_both_ways_are_measured(tmp_path: Path) -> None:
+    rows = [
+        {"timestamp": 1000 * at, "input_length": 1024, "output_length": 64, "hash_ids": [at % 3, at]}
+        for at in range(30)
+    ]
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("\n".join(json.dumps(row) for row in rows))
+    result = routing.run(routing.OPTIONS(quick=True, speed=200, trace=str(trace)))
+    assert not result.judged and len(result.rows) == 4
+    assert {goal.metric for goal in load_goals()["routing"]} <= result.metrics.keys()
+    for row in result.rows:
+        assert row["computed"] >= 1 and row["makespan"] >= 1 and row["imbalance"] >= 1
+    assert result.metrics["groups_hashing_computed"] == 1, "each group stays at one replica, which has room for it"
+
+
+def test_bounds_are_those_of_a_load_computed_by_hand() -> None:
+    shared = list(range(2 * BLOCK))
+    talks = [Conversation(name, "k", [Turn(shared, 20), Turn([1] * 10, 5)]) for name in ("a", "b")]
+    found = least(talks, replicas=2, prefill=10.0, decode=5.0, slots=1)
+    first = 2 * BLOCK + (2 * BLOCK + 20 + 10 - 3 * BLOCK)
+    assert found.computed == first + 2 * BLOCK + 20 + 10 - 3 * BLOCK
+    assert found.seconds == max(found.computed / 10 / 2, 50 / 5 / 2, 25 / 5)
+    assert answer("a", 0, 20) == answer("a", 0, 20) != answer("b", 0, 20)
+
+
+def test_groups_share_their_prompt_and_have_stragglers() -> None:
+    talks = group_load(groups=2, members=16, turns=3, prompt=64)
+    assert len({tuple(each.turns[0].tokens) for each in talks}) == 2
+    lengths = sorted(sum(turn.sampled for turn in each.turns) for each in talks)
+    assert lengths[-1] > 3 * lengths[len(lengths) // 2]
+
+
+def test_a_file_that_is_no_trace_is_named(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text("{}")
+    for path in (bad, tmp_path / "missing.jsonl"):
+        with pytest.raises(ConfigError, match=f"--trace {path} is no trace"):
+            trace_load(path, 5, 16)

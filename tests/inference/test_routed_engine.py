@@ -1,0 +1,152 @@
+"""Several engines of one policy behind the router: the same tokens, shared prompts, faults and updates."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from inference.engines import BuiltinConfig, RoutedConfig, SamplingParams, open_engine, routed
+from inference.engines.builtin import BuiltinEngine
+from inference.engines.routed import RoutedEngine
+from inference.errors import EngineStopped, EngineUnreachable
+from tests.inference.conftest import write_checkpoint
+from tests.vllm.fleet_servers import free_port, until
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(scope="module")
+def policies(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("policies")
+    return write_checkpoint(folder / "first", 0), write_checkpoint(folder / "second", 1)
+
+
+def opened(directory: Path, replicas: int = 3) -> RoutedEngine:
+    return open_engine(RoutedConfig(kind="routed", replicas=(BuiltinConfig(threads=1),) * replicas), directory, "v1")
+
+
+async def play(engine: RoutedEngine | BuiltinEngine, episode: int) -> list[object]:
+    """Turns of an episode; four episodes share a prompt."""
+    tokens, turns = [episode // 4 + 1] * 40, []
+    for turn in range(3):
+        params = SamplingParams(1.0, 9 + turn, episode, (3,), group=f"group {episode // 4}")
+        turns.append(await engine.generate(tokens, params))
+        tokens = tokens + turns[-1].token_ids + [(episode + each) % 90 for each in range(5)]
+    return turns
+
+
+async def test_replicas_give_the_tokens_of_one_engine(policies: tuple[Path, Path]) -> None:
+    engine, alone = opened(policies[0]), BuiltinEngine(policies[0], "v1", threads=1)
+    found = await asyncio.gather(*(play(engine, each) for each in range(12)))
+    assert found == [await play(alone, each) for each in range(12)]
+    pieces = [piece async for piece in engine.stream([5, 6, 7], SamplingParams(1.0, 20, 3))]
+    whole = await alone.generate([5, 6, 7], SamplingParams(1.0, 20, 3))
+    assert [int(token) for piece in pieces for token in piece.token_ids] == whole.token_ids
+    assert await engine.score([5, 6, 7, 8]) == await alone.score([5, 6, 7, 8])
+    await engine.close()
+    await alone.close()
+
+
+async def test_turns_stay_and_siblings_meet(policies: tuple[Path, Path]) -> None:
+    engine = opened(policies[0])
+    chosen: dict[int, list[str]] = {}
+    begin = engine._router.begin
+
+    def noted(decision: object) -> None:
+        chosen.setdefault(decision.hashes.item(0), []).append(decision.replica)  # type: ignore[attr-defined]
+        begin(decision)  # type: ignore[arg-type]
+
+    engine._router.begin = noted  # type: ignore[method-assign]
+    for episode in range(12):
+        await play(engine, episode)
+        await asyncio.sleep(0.01)
+    assert len(chosen) == 3, "first blocks of three groups"
+    assert {len(set(each[:4])) for each in chosen.values()} == {1}
+    assert engine._router.residency.counters.applied > 0, "engines publish what they have"
+    decision = engine._router.choose([1] * 48, max_tokens=1)
+    assert decision.cached == 32 and decision.replica == chosen[decision.hashes.item(0)][0]
+    await engine.close()
+
+
+async def test_a_stopped_replica_is_left_out_and_its_calls_are_repeated(policies: tuple[Path, Path]) -> None:
+    engine, alone = opened(policies[0]), BuiltinEngine(policies[0], "v1", threads=1)
+    assert await engine.version() == "v1"
+    await engine._replicas["replica 1"].engine.close()
+    found = await asyncio.gather(*(play(engine, each) for each in range(12)))
+    assert found == [await play(alone, each) for each in range(12)]
+    for name in ("replica 0", "replica 2"):
+        await engine._replicas[name].engine.close()
+    with pytest.raises(EngineStopped):
+        for each in range(9):
+            await engine.generate([each], SamplingParams(1.0, 2, each))
+    assert engine.serving() == []
+    with pytest.raises(EngineStopped, match=r"none of 3 replicas serves policy v1: replica 0: .*; replica 1: "):
+        await engine.generate([1], SamplingParams(1.0, 2, 1))
+    await engine.close()
+    await alone.close()
+
+
+async def test_an_update_reaches_every_replica_and_forgets_caches(policies: tuple[Path, Path]) -> None:
+    engine, alone = opened(policies[0]), BuiltinEngine(policies[1], "v2", threads=1)
+    await play(engine, 0)
+    await engine.load_weights(policies[1], "v2")
+    assert await engine.version() == "v2"
+    assert engine._router.choose([1] * 48, max_tokens=1).cached == 0
+    found = await asyncio.gather(*(play(engine, each) for each in range(12)))
+    assert found == [await play(alone, each) for each in range(12)]
+    await engine.close()
+    await alone.close()
+    with pytest.raises(EngineStopped):
+        await engine.generate([1], SamplingParams(1.0, 2, 1))
+
+
+@contextmanager
+def served(directory: Path, version: str) -> Iterator[str]:
+    """A server of ours in a thread, as `python -m inference serve` runs it."""
+    import uvicorn
+
+    from inference.server.app import Application
+    from inference.server.serve import Serving
+
+    app, port = Application(Serving("").opener(None), "policy"), free_port()
+    server = uvicorn.Server(uvicorn.Config(app.starlette(), port=port, log_level="error"))
+
+    async def run() -> None:
+        await app.open(directory, version)
+        await server.serve()
+        await app.close()
+
+    thread = threading.Thread(target=lambda: asyncio.run(run()))
+    thread.start()
+    until(lambda: server.started)
+    yield f"http://127.0.0.1:{port}/v1"
+    server.should_exit = True
+    thread.join()
+
+
+async def test_servers_that_lack_the_policy_or_do_not_answer(
+    policies: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routed, "PAUSE_S", 600.0)
+    monkeypatch.setattr(routed, "LONGEST_S", 600.0)
+    alone = BuiltinEngine(policies[0], "v1", threads=1)
+    with served(policies[1], "other") as address:
+        gone = f"http://127.0.0.1:{free_port()}/v1"
+        replicas = [{"kind": "openai", "base_url": url, "retries": 0} for url in (gone, address)]
+        engine = open_engine(
+            RoutedConfig.model_validate({"kind": "routed", "replicas": [*replicas, {"threads": 1, "kind": "builtin"}]}),
+            policies[0],
+            "v1",
+        )
+        assert await engine.version() == "v1"
+        assert sorted(engine.serving()) == ["replica 1", "replica 2"], "the server has loaded the policy"
+        found = await asyncio.gather(*(play(engine, each) for each in range(8)))
+        assert found == [await play(alone, each) for each in range(8)]
+        assert isinstance(engine._replicas["replica 0"].fault, EngineUnreachable)
+        await engine.close()
+    await alone.close()
