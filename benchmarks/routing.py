@@ -63,7 +63,7 @@ class RoutingOptions(Options):
     room: int = Field(8192, ge=16)
     """Pages of a replica's cache."""
     quick: bool = False
-    """Run two small groups on two replicas, and judge no goals."""
+    """Run two small groups on two replicas, without comparing the figures with the goals."""
 
 
 OPTIONS = RoutingOptions

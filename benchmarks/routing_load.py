@@ -28,16 +28,16 @@ class Turn:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Requests after each other."""
+    """Requests, each sent when the one before is answered."""
 
     name: str
     key: str
-    """What consistent hashing goes by: conversations of one key begin alike."""
+    """Key for consistent hashing: conversations with the same key begin with the same tokens."""
     turns: Sequence[Turn]
     start_s: float = 0.0
     """Simulated seconds."""
     named: bool = False
-    """Whether the client tells session and group."""
+    """Whether the client names session and group in headers."""
 
 
 def answer(conversation: str, turn: int, count: int) -> list[int]:

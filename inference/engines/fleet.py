@@ -25,16 +25,15 @@ from inference.engines.config import VllmConfig
 from inference.engines.http import JsonClient
 from inference.engines.replica import Replica
 from inference.engines.scaling import Scale
+from inference.engines.tries import common_error, router_arguments, send_call
 from inference.engines.vllm import VllmEngine
 from inference.engines.vllm_policy import PolicyDirectory, PolicyFiles, Preparer
 from inference.engines.vllm_update import put_to_sleep
-from inference.errors import EngineError, EngineStopped, EngineUnreachable, StaleVersion, WeightsDiffer
-from inference.router import Namespace, Router, RouterConfig
+from inference.errors import EngineError, EngineStopped, EngineUnreachable
+from inference.router import Decision, Namespace, Router, RouterConfig
 from inference.router.subscriber import Subscriptions
 
 T = TypeVar("T")
-TRIES = 3
-"""Servers that one call is sent to, before its error is the caller's."""
 WATCH_S = 5.0
 """Seconds between two checks of the servers, and of the addresses of names while a server is missing."""
 CHECK_S, MISSES = 10.0, 3
@@ -104,33 +103,19 @@ class FleetEngine(StreamsWhole):
         params: SamplingParams | None = None,
     ) -> T:
         """params: of a turn; None: nothing is sampled."""
-        for attempt in range(1, TRIES + 1):
+
+        async def choose() -> tuple[Replica, Decision]:
             serving = await self._serving()
-            if params is None:
-                decision = self._router.route(prompt, [*serving], max_tokens=1)
-            else:
-                decision = self._router.route(
-                    prompt,
-                    [*serving],
-                    max_tokens=params.max_tokens,
-                    session=str(params.seed),
-                    group=params.group,
-                )
-            replica, began = serving[decision.replica], time.monotonic()
-            try:
-                result = await replica.ask(call(replica.engine))
-                sampled = len(result.token_ids) if isinstance(result, Completion) else 0
-                self._router.finish(decision, seconds=time.monotonic() - began, sampled=sampled)
-                return result
-            except (EngineUnreachable, EngineStopped, StaleVersion, WeightsDiffer) as error:
-                if self._closed:
-                    raise EngineStopped("the engine is closed: open another one") from error
-                self._leave_out(replica, error)
-                if attempt == TRIES:
-                    raise
-            finally:
-                self._router.finish(decision)
-        raise AssertionError("the loop returns or raises")
+            decision = self._router.route(prompt, [*serving], **router_arguments(params))
+            return serving[decision.replica], decision
+
+        return await send_call(self._router, choose, lambda replica: replica.ask(call(replica.engine)), self._lost)
+
+    def _lost(self, replica: Replica, error: TriplaneError) -> None:
+        """A call failed at a server. Raises EngineStopped if this engine is closed."""
+        if self._closed:
+            raise EngineStopped("the engine is closed: open another one") from error
+        self._leave_out(replica, error)
 
     async def _serving(self) -> dict[str, Replica]:
         """The servers that serve, by address, as soon as there is one. Raises EngineError if none does in time."""
@@ -294,11 +279,7 @@ class FleetEngine(StreamsWhole):
             urls.setdefault(str(each.fault or "it is being updated"), []).append(each.url)
         text = "; ".join(f"{', '.join(group)}: {fault}" for fault, group in urls.items())
         said = f"none of {len(self._replicas)} server(s) serves policy {self._files.version[:12]}: {text}"
-        faults = [each.fault for each in self._replicas.values()]
-        kinds = {type(fault) for fault in faults if isinstance(fault, TriplaneError)}
-        if len(kinds) == 1 and None not in faults:
-            return kinds.pop()(said)
-        return EngineUnreachable(said)
+        return common_error(said, (each.fault for each in self._replicas.values()))
 
 
 async def give_back_fleet(config: VllmConfig) -> None:

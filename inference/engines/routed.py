@@ -18,17 +18,15 @@ from contracts.errors import TriplaneError
 from contracts.retries import backoff_s
 from inference.engines.base import Completion, Engine, Piece, SamplingParams, check_streamable
 from inference.engines.builtin import BuiltinEngine
-from inference.errors import EngineError, EngineStopped, EngineUnreachable, StaleVersion, WeightsDiffer
+from inference.engines.tries import REPLICA_FAULTS, TRIES, common_error, router_arguments, send_call
+from inference.errors import EngineError, EngineStopped
 from inference.router import Batch, Decision, Namespace, Router
 
 T = TypeVar("T")
 Opener = Callable[[Callable[[Batch], None]], Engine]
-"""Opens the engine of a replica, which may pass the events of its prefix cache to the function, in any thread."""
-TRIES = 3
-"""Replicas that one call is sent to, before its error is the caller's."""
+"""Opens the engine of a replica. The engine may call the function with events of its prefix cache, from any thread."""
 PAUSE_S, LONGEST_S = 2.0, 60.0
 """Seconds for which a replica is left out after its first fault, and at most."""
-_FAULTS = (EngineUnreachable, EngineStopped, StaleVersion, WeightsDiffer)
 _log = logging.getLogger(__name__)
 
 
@@ -86,7 +84,7 @@ class RoutedEngine:
                 self._router.finish(decision, seconds=time.monotonic() - began, sampled=sampled)
                 replica.well()
                 return
-            except _FAULTS as error:
+            except REPLICA_FAULTS as error:
                 self._leave_out(replica, error)
                 if sampled or attempt == TRIES:
                     raise
@@ -125,22 +123,12 @@ class RoutedEngine:
         prompt: Sequence[int],
         params: SamplingParams | None,
     ) -> T:
-        for attempt in range(1, TRIES + 1):
-            replica, decision = await self._chosen(prompt, params)
-            began = time.monotonic()
-            try:
-                result = await call(replica.engine)
-                sampled = len(result.token_ids) if isinstance(result, Completion) else 0
-                self._router.finish(decision, seconds=time.monotonic() - began, sampled=sampled)
-                replica.well()
-                return result
-            except _FAULTS as error:
-                self._leave_out(replica, error)
-                if attempt == TRIES:
-                    raise
-            finally:
-                self._router.finish(decision)
-        raise AssertionError("the loop returns or raises")
+        async def ask(replica: _Replica) -> T:
+            result = await call(replica.engine)
+            replica.well()
+            return result
+
+        return await send_call(self._router, lambda: self._chosen(prompt, params), ask, self._leave_out)
 
     async def _chosen(self, prompt: Sequence[int], params: SamplingParams | None) -> tuple[_Replica, Decision]:
         """A replica for a request, which has begun there."""
@@ -150,12 +138,7 @@ class RoutedEngine:
                 await self._bring(each)  # it may have missed an update
         if not self.serving():
             raise self._nobody()
-        if params is None:
-            decision = self._router.choose(prompt, max_tokens=1)
-        else:
-            decision = self._router.choose(
-                prompt, max_tokens=params.max_tokens, session=str(params.seed), group=params.group
-            )
+        decision = self._router.choose(prompt, **router_arguments(params))
         self._router.begin(decision)
         return self._replicas[decision.replica], decision
 
@@ -215,5 +198,4 @@ class RoutedEngine:
         said = f"none of {len(self._replicas)} replicas serves policy {self._version[:12]}: " + "; ".join(
             f"{each.name}: {each.fault}" for each in self._replicas.values()
         )
-        kinds = {type(each.fault) for each in self._replicas.values() if each.fault is not None}
-        return kinds.pop()(said) if len(kinds) == 1 else EngineUnreachable(said)
+        return common_error(said, (each.fault for each in self._replicas.values() if each.fault is not None))

@@ -40,6 +40,11 @@ def answer_of(records: Sequence[ToolCallRecord], said: str) -> bytes:
     return final_answer(submitted, said)
 
 
+def unparsed_reply(turn: ParsedTurn) -> str:
+    """What the policy reads after a turn that can't be parsed."""
+    return f"error: {turn.error}"
+
+
 async def answer_turn(
     turn: ParsedTurn, workspace: Workspace, *, index: int, timeout_s: float, key: str | None = None
 ) -> tuple[list[str], list[ToolCallRecord]]:
@@ -50,7 +55,7 @@ async def answer_turn(
     idempotency. Raises InfraFault.
     """
     if turn.error is not None:
-        return [f"error: {turn.error}"], []
+        return [unparsed_reply(turn)], []
     results = await workspace.run([ToolCall(call.name, call.arguments) for call in turn.calls], timeout_s, key)
     records = [
         ToolCallRecord(index, call.name, arguments_text(call), result.ok, result.text)

@@ -17,7 +17,7 @@ _POLL_S = 0.05
 
 
 class EventPublisher:
-    """Publishes at `port`, and replays at the next one. Batches may be given in any one thread."""
+    """Publishes at `port`, and replays at the next one. All batches must come from one thread, whichever it is."""
 
     def __init__(self, host: str, port: int, steps: int = STEPS) -> None:
         """steps: batches that can be replayed. Raises ConfigError for a port in use, and without pyzmq."""

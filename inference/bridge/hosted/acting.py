@@ -32,6 +32,7 @@ from inference.bridge.replay import Kind
 from inference.errors import SandboxBroken
 from inference.rollouts.blame import is_agents_fault
 from inference.rollouts.environment import EpisodeEnvironment
+from inference.rollouts.turn import unparsed_reply
 from inference.rollouts.workspace import LIFETIME_MARGIN_S, Workspace
 
 ANSWERS_KEPT_S = 570.0
@@ -145,7 +146,7 @@ class Acting:
         end.format_error = environment.format_error
         if isinstance(asked, Outcome):
             return asked
-        answers = [f"error: {asked.error}"]
+        answers = [unparsed_reply(asked)]
         if asked.error is None:
             if hosted.answers is None:
                 if self.seconds_left(hosted) <= 0:
