@@ -20,7 +20,7 @@ def test_both_ways_are_measured(tmp_path: Path) -> None:
     ]
     trace = tmp_path / "trace.jsonl"
     trace.write_text("\n".join(json.dumps(row) for row in rows))
-    result = routing.run(routing.OPTIONS(quick=True, speed=200, trace=str(trace)))
+    result = routing.run(routing.OPTIONS(quick=True, speed=25, trace=str(trace)))
     assert not result.judged and len(result.rows) == 4
     assert {goal.metric for goal in load_goals()["routing"]} <= result.metrics.keys()
     for row in result.rows:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import socket
 import time
 from collections.abc import Callable
@@ -14,7 +15,6 @@ import pytest
 from inference.router import Batch, Cleared, Namespace, Removed, Router, Stored
 from inference.router.publisher import EventPublisher
 from inference.router.subscriber import Subscriptions
-from tests.vllm.fleet_servers import free_port
 
 pytest.importorskip("zmq")
 msgspec = pytest.importorskip("msgspec")
@@ -89,12 +89,14 @@ class Server:
 
 
 def events_port() -> int:
-    """A free port whose next one is free, too."""
+    """A port that is free, as the next one is. Below those that Linux gives to connections, which might take it."""
     while True:
-        port = free_port()
-        with socket.socket() as probe:
-            if port < 65535 and probe.connect_ex(("127.0.0.1", port + 1)):
+        port = random.randrange(20_000, 32_000)
+        try:
+            with socket.create_server(("127.0.0.1", port)), socket.create_server(("127.0.0.1", port + 1)):
                 return port
+        except OSError:
+            continue
 
 
 async def reached(condition: Callable[[], bool]) -> None:
