@@ -26,6 +26,8 @@ OURS = ("envd", "code-location", "webserver", "daemon", "sampler")
 RUN = """query ($id: ID!) { runOrError(runId: $id) { ... on Run {
   runId status startTime endTime parentRunId tags { key value }
   eventConnection { events { ... on MessageEvent { message } } } } } }"""
+SENSOR = """query ($which: SensorSelector!) { sensorOrError(sensorSelector: $which) { ... on Sensor { id } } }"""
+STOP = "mutation ($id: String!) { stopSensor(id: $id) { __typename } }"
 RUNS = "{ runsOrError { ... on Runs { results { runId status parentRunId } } } }"
 
 
@@ -140,6 +142,12 @@ class LocalStack:
         assert launched["__typename"] == "LaunchRunSuccess", launched
         run_id: str = launched["run"]["runId"]
         return run_id
+
+    def stop_sensor(self, name: str) -> None:
+        """Turn a sensor off, as its switch does."""
+        where = {"repositoryLocationName": "triplane", "repositoryName": "__repository__", "sensorName": name}
+        stopped = self._ask(STOP, id=self._ask(SENSOR, which=where)["sensorOrError"]["id"])["stopSensor"]
+        assert stopped["__typename"] == "StopSensorMutationResult", stopped
 
     def run_of(self, run_id: str) -> dict[str, Any]:
         """One run as the web server knows it."""
