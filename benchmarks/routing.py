@@ -52,8 +52,8 @@ class RoutingOptions(Options):
     """Turns of an episode."""
     prompt: int = Field(2048, ge=16, le=65536)
     """Tokens of a group's prompt."""
-    speed: float = Field(5.0, gt=0, le=1000)
-    """Simulated seconds in a real one."""
+    speed: float = Field(1.0, gt=0, le=1000)
+    """Simulated seconds in a real one; at more than 1 the router and the client have less time for each request."""
     prefill: float = Field(4000.0, gt=0)
     """Prompt tokens that a replica computes in a simulated second."""
     decode: float = Field(50.0, gt=0)

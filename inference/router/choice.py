@@ -1,7 +1,8 @@
 """Choice of a replica: the least cost among those whose load is bounded.
 
 Consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam, 2018): no replica whose tokens in flight have
-reached BOUND times the mean, the new request included, gets another one. At least one replica is below, always.
+reached BOUND times the mean, the new request included, gets another one, unless it has
+a part of the prompt that others lack, and less than FEW requests. At least one replica is below, always.
 
 Where no replica has more of the prompt than another, those are equally good whose cost exceeds the least one by no more
 than computing the prompt costs: that is what a sibling saves by going to the same one. Of equally good ones the
@@ -20,6 +21,8 @@ from inference.router.score import Column, Columns
 
 BOUND = 1.25
 """Largest load of a replica, as a multiple of the mean, before a request is added."""
+FEW = 16
+"""Requests like the new one that a replica takes for the sake of its cache: so small a batch samples as fast as one."""
 _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 _SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31))
 
@@ -33,8 +36,10 @@ def choose(
     64-bit hash. stay: place of the session's replica, or -1.
     """
     costs = columns.costs(prompt, output, cached)
-    bound = BOUND * (columns.total + max(1, prompt + output)) / columns.count
-    costs[columns.tokens >= bound] = np.inf
+    request = max(1, prompt + output)
+    bound = BOUND * (columns.total + request) / columns.count
+    limit = bound if uniform else np.where(cached > 0, max(bound, FEW * request), bound)
+    costs[columns.tokens >= limit] = np.inf
     best = int(costs.argmin())
     least = costs.item(best)
     slack = (prompt - cached.item(best)) * columns.rates.prefill_s if uniform else 0.0

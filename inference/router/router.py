@@ -51,7 +51,7 @@ class Decision:
     cached: int
     """Tokens of the prompt that the replica is expected to have."""
     cost_s: float
-    """Estimated seconds until the answer."""
+    """Of the chosen replica, see score."""
     place: int
     hashes: npt.NDArray[np.uint64]
     depths: list[tuple[int, int]]

@@ -1,6 +1,6 @@
 """Costs of replicas, in seconds, as columns with one place for each replica.
 
-    cost = slowness ((prompt - cached + computing + displaced) prefill_s + output decode_s)
+    cost = slowness ((OWN (prompt - cached) + computing + displaced) prefill_s + output decode_s)
 
 computing: prompt tokens of requests in flight that were not cached. displaced: cached tokens of open sessions that the
 replica must drop to make room. The seconds for a token computed and for one sampled are learned from all answers, and
@@ -14,6 +14,10 @@ import numpy.typing as npt
 
 PREFILL_S, DECODE_S = 1e-4, 2e-2
 """Rates before anything was learned."""
+OWN = 4.0
+"""Weight of a token that the request computes: those that come after it wait, too. Without it a group would spread as
+soon as computing its prompt again took no longer than waiting for it.
+"""
 _DECAY = 0.98
 _PRIOR_TOKENS = 64.0
 """Weight of the first guess of a rate, as if so many tokens had been measured."""
@@ -116,8 +120,8 @@ class Columns:
 
     def costs(self, prompt: int, output: int, cached: Column) -> Column:
         """[places] seconds, for a prompt of which each replica has `cached` tokens."""
-        compute = self.computing - cached
-        compute += prompt
+        compute = self.computing - OWN * cached
+        compute += OWN * prompt
         if self.finite:
             over = self.resident - cached + (prompt + output) - self.room
             compute += np.clip(over, 0.0, self.resident)

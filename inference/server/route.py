@@ -43,10 +43,6 @@ _HOPS = {"connection", "content-length", "host", "keep-alive", "transfer-encodin
 """Headers of one connection, which are not passed on."""
 _UNWELL = (502, 503, 504)
 """Statuses of a server that is draining, withdrawn or behind a broken proxy: another one is asked."""
-_IDLE_S = 2.0
-"""Seconds for which an idle connection is kept, less than servers keep theirs (uvicorn: 5)."""
-_BROKEN = (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError)
-"""Faults of a connection that the server may have closed because it was idle."""
 _TAIL = 4096
 """Bytes at the end of a reply in which its usage is looked for."""
 
@@ -79,7 +75,8 @@ class RouterFace:
         self._router = Router(Namespace(""), RouterConfig(block_tokens=routing.block_tokens))
         self._events = Subscriptions(self._router, routing.events_port)
         timeout = httpx.Timeout(routing.timeout_s, connect=10.0, pool=None)
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=_IDLE_S)
+        # a connection for each request: httpx looks through all idle ones for each of them at every request
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         self._client = httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False)
         addresses = parse_addresses(routing.replicas, "--replica")
         self.replicas = Replicas(addresses, self._router, self._events, self._client)
@@ -146,7 +143,7 @@ class RouterFace:
 
     async def _sent(self, request: Request, content: bytes, wanted: Asked) -> Response:
         """Reply of the first server that begins to reply."""
-        began, broken = time.monotonic(), set[str]()
+        began = time.monotonic()
         for attempt in range(1, TRIES + 1):
             if not self._router.replicas:
                 break
@@ -160,9 +157,7 @@ class RouterFace:
             try:
                 reply = await self._asked(decision.replica, request, content)
             except httpx.HTTPError as error:
-                if not isinstance(error, _BROKEN) or decision.replica in broken:
-                    self.replicas.leave_out(decision.replica, f"a request failed ({type(error).__name__})")
-                broken.add(decision.replica)
+                self.replicas.leave_out(decision.replica, f"a request failed ({type(error).__name__})")
             except BaseException:
                 self._router.finish(decision)
                 raise
