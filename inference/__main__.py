@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from contracts.errors import ConfigError, TriplaneError
+from inference.bridge import options as bridge_options
 
 _BRIDGE = """Serve episodes of a policy, over gRPC, to a trainer that is not ours.
 
@@ -156,34 +157,24 @@ def bridge(
         Path | None,
         typer.Option(help="Instead: a file whose first line names the policy; another one is served when it changes."),
     ] = None,
-    listen: Annotated[
-        str | None, typer.Option(help="unix:/path or host:port (default: a socket that only you can connect to).")
-    ] = None,
+    listen: bridge_options.Listen = None,
     store: Annotated[str | None, typer.Option(help="Store with the checkpoints (default: $TRIPLANE_STORE).")] = None,
     version: Annotated[str | None, typer.Option(help="Policy version of the tokens (default: digest or name).")] = None,
-    journal: Annotated[
-        Path | None, typer.Option(help="Directory that lets episodes survive this process (default: they end with it).")
-    ] = None,
+    journal: bridge_options.JournalFolder = None,
     max_episodes: Annotated[int, typer.Option(min=1, help="Open episodes at most, of all keys.")] = 10_000,
-    lease: Annotated[
-        float, typer.Option(min=1, help="Seconds after which an episode that nobody asks for is freed.")
-    ] = 600.0,
-    drain: Annotated[float, typer.Option(min=0, help="Longest time after SIGTERM for work to end, in seconds.")] = 30.0,
+    lease: bridge_options.Lease = 600.0,
+    drain: bridge_options.Drain = 30.0,
     engine_url: Annotated[
         str | None, typer.Option(help="Sample at this server of --policy, e.g. http://127.0.0.1:8000/v1, not here.")
     ] = None,
     engine_model: Annotated[str, typer.Option(help="Name of the policy at --engine-url.")] = "policy",
     max_batch: Annotated[int, typer.Option(min=1, help="Sequences in a batch of the built-in engine.")] = 256,
     threads: Annotated[int | None, typer.Option(min=1, help="Its torch threads (default: torch's).")] = None,
-    key_file: Annotated[
-        Path | None, typer.Option(help="Accepted bearer keys, one a line (default: on a port, one that is printed).")
-    ] = None,
-    tls_cert: Annotated[Path | None, typer.Option(help="Speak TLS with this certificate.")] = None,
-    tls_key: Annotated[Path | None, typer.Option(help="Its private key.")] = None,
-    tls_client_ca: Annotated[Path | None, typer.Option(help="Ask clients for a certificate of this authority.")] = None,
-    insecure: Annotated[
-        bool, typer.Option("--insecure", help="No TLS beyond this machine, and no key unless --key-file is given.")
-    ] = False,
+    key_file: bridge_options.KeyFile = None,
+    tls_cert: bridge_options.TlsCert = None,
+    tls_key: bridge_options.TlsKey = None,
+    tls_client_ca: bridge_options.TlsClientCa = None,
+    insecure: bridge_options.Insecure = False,
 ) -> None:
     """Serve episodes of a policy to a trainer."""
     from contracts.rpc.listening import Listening

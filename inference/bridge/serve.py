@@ -36,7 +36,7 @@ from inference.bridge.journal import Journal
 from inference.bridge.policy_file import PolicyFile
 from inference.bridge.service import BridgeService
 from inference.bridge.sessions import Bounds, Sessions
-from inference.engines import BuiltinConfig, OpenAIConfig, open_engine
+from inference.engines import BuiltinConfig, EngineConfig, open_engine
 from inference.engines.base import Engine
 
 DRAIN_S = 30.0
@@ -69,7 +69,7 @@ class Options:
     """Directory of the journal; None: episodes end with the process."""
     drain_s: float = DRAIN_S
     """Longest drain after SIGTERM, in seconds."""
-    engine: BuiltinConfig | OpenAIConfig = field(default_factory=BuiltinConfig)
+    engine: EngineConfig = field(default_factory=BuiltinConfig)
     policies: PolicyFile | None = None
     """Names the policies to serve after the first one."""
     hosting: Callable[[], contextlib.AbstractAsyncContextManager[Hosting]] | None = None

@@ -20,6 +20,7 @@ import pyarrow as pa
 
 from contracts.chat import ChatTokenizer
 from contracts.episodes import Slot, episodes_table, sequences_table
+from contracts.errors import InfraFault
 from contracts.rpc.listening import Listening
 from contracts.tasks import Task
 from curation.rewards.config import RewardConfig
@@ -31,7 +32,7 @@ from envd.fleet import open_client
 from envd.operations.client import OperationsClient
 from inference.bridge.checks import Limits
 from inference.bridge.client import Episode, Record
-from inference.bridge.hosted.hosting import Hosting
+from inference.bridge.hosted.hosting import Grade, Grader, Hosting
 from inference.bridge.record import METADATA
 from inference.bridge.serve import Bridge, Options, serving
 from inference.engines.base import Engine, Piece, SamplingParams
@@ -44,6 +45,11 @@ from tests.rollouts.rollouts_script import Script, ScriptedEngine, byte_tokenize
 
 LIMITS = Limits(0, 4096)
 TASKS = make_tasks(3)
+ROW = (
+    *("task_id", "task_digest", "image_digest", "seed", "temperature", "policy_version", "outcome", "failure", "turns"),
+    *("tool_calls", "format_errors", "policy_tokens", "final_state", "final_diff"),
+)
+"""Columns of EPISODES that are equal however an episode is played."""
 
 
 class StreamedScript(ScriptedEngine):
@@ -110,12 +116,35 @@ def settings(**changes: Any) -> RolloutConfig:
     return RolloutConfig.model_validate({**values, **changes})
 
 
+class FailingGrader:
+    """A grader whose verifier is away for the first `failures` episodes that it is asked for."""
+
+    def __init__(self, failures: int) -> None:
+        self._failures = failures
+        self.asked = 0
+        self.inner: Grader | None = None
+
+    async def grade(self, task: Task, episode: pa.Table) -> Grade:
+        self.asked += 1
+        if self.asked <= self._failures:
+            raise InfraFault("the verifier is away")
+        assert self.inner is not None
+        return await self.inner.grade(task, episode)
+
+
 def hosting_of(
-    client: SandboxClient, config: RolloutConfig, tokenizer: ChatTokenizer, tasks: dict[str, Task] = TASKS
+    client: SandboxClient,
+    config: RolloutConfig,
+    tokenizer: ChatTokenizer,
+    tasks: dict[str, Task],
+    failing: FailingGrader | None,
 ) -> Hosting:
     """Hosting as an experiment's, with a real verifier that has no store."""
     workspaces = Workspaces(client, SandboxLimits(), config.episode_timeout_s)
-    return Hosting(tasks, tokenizer, config, workspaces, EpisodeGrader(Verifier(client, None), RewardConfig()))
+    grader: Grader = EpisodeGrader(Verifier(client, None), RewardConfig())
+    if failing is not None:
+        failing.inner, grader = grader, failing
+    return Hosting(tasks, tokenizer, config, workspaces, grader)
 
 
 @contextlib.asynccontextmanager
@@ -129,6 +158,7 @@ async def hosted_bridge(
     tasks: dict[str, Task] = TASKS,
     limits: Limits = LIMITS,
     config: RolloutConfig = settings(),
+    grader: FailingGrader | None = None,
     **options: Any,
 ) -> AsyncIterator[Bridge]:
     """A bridge that hosts `tasks` on a Unix socket in `folder`."""
@@ -137,7 +167,7 @@ async def hosted_bridge(
     @contextlib.asynccontextmanager
     async def opened() -> AsyncIterator[Hosting]:
         async with open_client(envd) as client:
-            yield hosting_of(client, config, tokenizer or byte_tokenizer(), tasks)
+            yield hosting_of(client, config, tokenizer or byte_tokenizer(), tasks, grader)
 
     listening = Listening(f"unix:{folder / 'b.sock'}", key_file=folder / "keys" if keys else None)
     async with serving(engine, limits, Options(listening, hosting=opened, **options)) as bridge:
@@ -172,6 +202,16 @@ def rows_of(record: Record) -> tuple[dict[str, Any], dict[str, Any], dict[str, A
     episodes, sequences = pa.ipc.open_stream(source).read_all(), pa.ipc.open_stream(source).read_all()
     about = json.loads(episodes.schema.metadata[METADATA])
     return episodes.to_pylist()[0], sequences.to_pylist()[0], about
+
+
+def check_equal(record: Record, rollout: tuple[dict[str, Any], dict[str, Any], float | None]) -> None:
+    """Require that a hosted episode is this rollout: rows of EPISODES and SEQUENCES, and the reward."""
+    (row, sequence, about), (expected, expected_sequence, reward) = rows_of(record), rollout
+    for name in ROW:
+        assert row[name] == expected[name], name
+    for name in ("token_ids", "token_role", "logprobs", "policy_spans"):
+        assert sequence[name] == expected_sequence[name], name
+    assert about["reward"] == reward
 
 
 async def rolled_out(

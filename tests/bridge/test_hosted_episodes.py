@@ -24,7 +24,9 @@ from tests.bridge.bridge_harness import KEY, Client, builtin_bridge, ids, new_id
 from tests.bridge.hosted_parts import (
     SCRIPTS,
     TASKS,
+    FailingGrader,
     StreamedScript,
+    check_equal,
     hosted_bridge,
     live_sandboxes,
     nothing_left,
@@ -38,7 +40,6 @@ from tests.inference.conftest import write_checkpoint
 from tests.rollouts.rollouts_script import byte_tokenizer
 
 TASK = "task-000"
-COLUMNS = ("outcome", "failure", "turns", "tool_calls", "format_errors", "policy_tokens", "final_state", "final_diff")
 
 
 @pytest.fixture(scope="module")
@@ -53,16 +54,6 @@ def script(name: str = "marks", pause_s: float = 0.0) -> StreamedScript:
 
 def connect(folder: Path, **options: Any) -> BridgeClient:
     return BridgeClient(f"unix:{folder / 'b.sock'}", **options)
-
-
-def check_equal(record: Any, rollout: Any) -> None:
-    (row, sequence, about), (expected, expected_sequence, reward) = rows_of(record), rollout
-    assert {name: row[name] for name in COLUMNS} == {name: expected[name] for name in COLUMNS}
-    for name in ("task_id", "task_digest", "image_digest", "seed", "temperature", "policy_version"):
-        assert row[name] == expected[name]
-    for name in ("token_ids", "token_role", "logprobs", "policy_spans"):
-        assert sequence[name] == expected_sequence[name], name
-    assert about["reward"] == reward
 
 
 @looped
@@ -138,6 +129,32 @@ async def test_bad_messages_of_hosted_episodes_are_named(envd: str, tmp_path: Pa
             async with refused("FAILED_PRECONDITION", "EpisodeDone", "over (completed) after 5 steps"):
                 await client.step(name, 6)
             await client.end(name)
+    await nothing_left(envd)
+
+
+@looped
+async def test_episode_whose_grade_fails_is_graded_when_its_last_step_is_asked_for_again(
+    envd: str, tmp_path: Path
+) -> None:
+    grader, options = FailingGrader(2), {"journal": tmp_path / "journal"}
+    name, start = new_id(), pb.HostedTask(task_id=TASK)
+    async with hosted_bridge(script(), envd, tmp_path, grader=grader, **options) as bridge:
+        async with grpc.aio.insecure_channel(bridge.address) as channel:
+            client = Client(channel)
+            await client.start(pb.StartEpisodeRequest(episode_id=name, hosted=start, sampling=pb.Sampling(seed=1)))
+            for step in range(1, 5):
+                await client.step(name, step)
+            async with refused("UNAVAILABLE", "GradingFailed", "verifier is away; ask for its last step again"):
+                await client.step(name, 5)
+            async with refused("UNAVAILABLE", "GradingFailed"):
+                await client.step(name, 5)
+    async with hosted_bridge(script(), envd, tmp_path, grader=grader, **options) as bridge:
+        async with grpc.aio.insecure_channel(bridge.address) as channel:
+            client = Client(channel)
+            ended = [each async for each in client.step_call(name, 5)][-1].end
+            assert ended.done and ended.reward == pytest.approx(1.1) and ended.verdict == "completed"
+            await client.end(name)
+    assert grader.asked == 3, "a grade that is known is not made again"
     await nothing_left(envd)
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from contextlib import AbstractAsyncContextManager
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from contracts.store import open_store
+from inference.bridge import options
 from triplane_dagster.cli.options import ExperimentName, Overrides
 
 if TYPE_CHECKING:
@@ -20,34 +20,33 @@ def bridge(
     policy: Annotated[
         str, typer.Option(help="Digest (or prefix) of a checkpoint, or base; default: the live policy.")
     ] = "live",
-    listen: Annotated[
-        str | None, typer.Option(help="unix:/path or host:port (default: a socket that only you can connect to).")
-    ] = None,
-    journal: Annotated[
-        Path | None, typer.Option(help="Directory that lets episodes survive this process (default: they end with it).")
-    ] = None,
-    lease: Annotated[
-        float, typer.Option(min=1, help="Seconds after which an episode that nobody asks for is freed.")
-    ] = 600.0,
+    listen: options.Listen = None,
+    journal: options.JournalFolder = None,
+    lease: options.Lease = 600.0,
+    drain: options.Drain = 30.0,
     max_episodes: Annotated[
         int, typer.Option(min=0, help="Open episodes at most; 0: the experiment's rollouts.concurrency.")
     ] = 0,
-    key_file: Annotated[
-        Path | None, typer.Option(help="Accepted bearer keys, one a line (default: on a port, one that is printed).")
-    ] = None,
+    key_file: options.KeyFile = None,
+    tls_cert: options.TlsCert = None,
+    tls_key: options.TlsKey = None,
+    tls_client_ca: options.TlsClientCa = None,
+    insecure: options.Insecure = False,
     overrides: Overrides = None,
 ) -> None:
     """Serve episodes whose environment the bridge plays: it makes the prompt of a task, executes the policy's calls
     in a sandbox, and grades the result as the experiment's rewards do.
 
-    Sandboxes are those of the experiment (or of $TRIPLANE_ENVD). Name a running envd server with --journal: one that
-    this command starts itself ends with it, and its sandboxes too.
+    Engine and sandboxes are those of the experiment (or of $TRIPLANE_ENVD). Name a running envd server with --journal:
+    one that this command starts itself ends with it, and its sandboxes too.
 
     Examples:
 
         triplane bridge
 
         TRIPLANE_ENVD=unix:/run/envd.sock triplane bridge -e quickstart --journal /tmp/bridge
+
+        triplane bridge --set engine.kind=openai --set engine.base_url=http://127.0.0.1:8000/v1
     """
     from contracts.rpc.listening import Listening
     from contracts.rpc.meeting import default_address
@@ -66,13 +65,10 @@ def bridge(
     def opened() -> AbstractAsyncContextManager[Hosting]:
         return open_hosting(found, store, checkpoint, suite, sandboxes)
 
-    options = Options(
-        Listening(listen or default_address(SOCKET), key_file=key_file),
-        Bounds(max_episodes or found.rollouts.concurrency, lease),
-        journal,
-        hosting=opened,
-    )
+    listening = Listening(listen or default_address(SOCKET), tls_cert, tls_key, tls_client_ca, key_file, insecure)
+    bounds = Bounds(max_episodes or found.rollouts.concurrency, lease)
+    served = Options(listening, bounds, journal, drain, found.engine, hosting=opened)
     try:
-        serve(checkpoint.directory(), checkpoint.ref.digest, options)
+        serve(checkpoint.directory(), checkpoint.ref.digest, served)
     finally:
         sandboxes.close()
