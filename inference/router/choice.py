@@ -1,8 +1,9 @@
 """Choice of a replica: the least cost among those whose load is bounded.
 
 Consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam, 2018): no replica whose tokens in flight have
-reached BOUND times the mean, the new request included, gets another one, unless it has
-a part of the prompt that others lack, and less than FEW requests. At least one replica is below, always.
+reached BOUND times the mean, the new request included, gets another one, unless it has a part of the prompt that others
+lack and less than FEW requests. Where none has more of it than another, the bound is the mean itself, so that groups
+fill all replicas. At least one replica is below, always.
 
 Where no replica has more of the prompt than another, those are equally good whose cost exceeds the least one by no more
 than computing the prompt costs: that is what a sibling saves by going to the same one. Of equally good ones the
@@ -21,7 +22,7 @@ from inference.router.score import Column, Columns
 
 BOUND = 1.25
 """Largest load of a replica, as a multiple of the mean, before a request is added."""
-FEW = 16
+FEW = 32
 """Requests like the new one that a replica takes for the sake of its cache: so small a batch samples as fast as one."""
 _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 _SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31))
@@ -37,8 +38,8 @@ def choose(
     """
     costs = columns.costs(prompt, output, cached)
     request = max(1, prompt + output)
-    bound = BOUND * (columns.total + request) / columns.count
-    limit = bound if uniform else np.where(cached > 0, max(bound, FEW * request), bound)
+    mean = (columns.total + request) / columns.count
+    limit = mean if uniform else np.where(cached > 0, max(BOUND * mean, FEW * request), BOUND * mean)
     costs[columns.tokens >= limit] = np.inf
     best = int(costs.argmin())
     least = costs.item(best)

@@ -71,9 +71,10 @@ def test_the_expected_answer_is_nowhere_in_the_sandbox_of_its_agent(tmp_path: Pa
     async def job(client: SandboxClient) -> str:
         template = await client.put_template(task.files)
         async with await client.create(template, toolset=task.toolset) as sandbox:
-            planted = await sandbox.call(ToolCall("exec", {"command": f"echo {SECRET} > f; {search}; rm f"}))
+            planting = ToolCall("exec", {"command": f"echo {SECRET} > f; {search}; rm f"})
+            planted = await sandbox.call(planting, timeout_s=60)
             assert planted.text.startswith("/workspace/f\n"), "the search finds what is there"
-            return (await sandbox.call(ToolCall("exec", {"command": search}))).text
+            return (await sandbox.call(ToolCall("exec", {"command": search}), timeout_s=60)).text
 
     said = with_client(envd_address, job)
     assert SECRET not in said and said.startswith("0\n") and "task.yaml" not in said
