@@ -1,4 +1,4 @@
-"""Options that all commands share which serve a bridge."""
+"""Command-line options shared by the commands that serve a bridge."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from inference.router.score import Column, Columns
 BOUND = 1.25
 """Largest load of a replica, as a multiple of the mean, before a request is added."""
 FEW = 32
-"""Requests like the new one that a replica takes for the sake of its cache: so small a batch samples as fast as one."""
+"""Requests of the new one's size that a replica with a part of the prompt accepts, whatever the mean load is."""
 _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 _SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31))
 

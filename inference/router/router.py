@@ -51,7 +51,7 @@ class Decision:
     cached: int
     """Tokens of the prompt that the replica is expected to have."""
     cost_s: float
-    """Of the chosen replica, see score."""
+    """Cost of the chosen replica, in seconds; see score."""
     place: int
     hashes: npt.NDArray[np.uint64]
     depths: list[tuple[int, int]]

@@ -75,7 +75,7 @@ class RouterFace:
         self._router = Router(Namespace(""), RouterConfig(block_tokens=routing.block_tokens))
         self._events = Subscriptions(self._router, routing.events_port)
         timeout = httpx.Timeout(routing.timeout_s, connect=10.0, pool=None)
-        # a connection for each request: httpx looks through all idle ones for each of them at every request
+        # no idle connections: httpx compares each of them with all others at every request
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         self._client = httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False)
         addresses = parse_addresses(routing.replicas, "--replica")

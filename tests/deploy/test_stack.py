@@ -48,7 +48,7 @@ def stack(postgres: Postgres, tmp_path_factory: pytest.TempPathFactory) -> Itera
         assert stack.run("buckets") == "bucket triplane created\nbucket triplane-logs created\n"
         for name in ("envd", "code-location", "webserver", "daemon"):
             stack.start(name)
-        # it ends runs whose process died; in a container it can't see those of another, so that only the launcher can
+        # this sensor ends runs whose process died; it can't see the processes of another container, as in production
         stack.stop_sensor("tiny_sequence")
         yield stack
     finally:
