@@ -7,6 +7,7 @@ import json
 import os
 import random
 import signal
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -25,8 +26,11 @@ from tests.envd.harness import Harness
 SECRET = b"the_line_of_the_unbroken_code"
 SMALL = Limits(memory_mb=64)
 KEYS = ("first-key-of-enough-characters", "second-key-of-enough-characters")
-SYSTEM = "proc sys dev usr lib lib32 lib64 libx32 bin sbin etc opt home root work .python"
-"""Directories of a sandbox that are the machine's, with those that may hold its Python."""
+SYSTEM = (
+    "/proc /sys /dev /usr /lib /lib32 /lib64 /libx32 /bin /sbin /etc /opt /home /root /.python "
+    f"{sys.prefix} {sys.base_prefix} {Path(__file__).resolve().parents[2]}"
+)
+"""Directories of a sandbox that are the machine's, with those that may hold its Python; searching them takes long."""
 BASE = {
     "pkg/core.py": b"def half(n):\n    return n // 2  # " + SECRET + b"\n",
     "pkg/gone.py": b"# " + SECRET + b", removed\n",
@@ -95,7 +99,7 @@ def test_nothing_of_the_base_is_left_in_a_derived_sandbox(namespaces: Harness) -
         "import os, subprocess, sys, zlib\n"
         "want = [each.encode() for each in sys.argv[2:]]\n"
         "for top, dirs, names in os.walk('/'):\n"
-        "    if top == '/': dirs[:] = [each for each in dirs if each not in sys.argv[1].split()]\n"
+        "    dirs[:] = [each for each in dirs if os.path.join(top, each) not in sys.argv[1].split()]\n"
         "    for name in names + dirs:\n"
         "        path = os.path.join(top, name)\n"
         "        found = [os.fsencode(path)]\n"

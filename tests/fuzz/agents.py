@@ -105,14 +105,14 @@ class AgentTarget:
             self._clean()
 
     def attempt(self, stream: bytes) -> None:
-        """Send one stream and read what comes of it. Raises Finding, which holds it."""
+        """Send one stream and read what comes of it. Raises Finding, which holds it as it was sent."""
         self.inputs += 1
-        self._last.append(stream)
         linger_s = _LINGER_S if self._mutator.chance.random() < 0.05 else 0.0
         escape = Escape() if self._escaped else None
         data = stream if escape is None else escape.reset + escape.encode(stream)
         if escape is not None and self._mutator.chance.random() < 0.05:
             data = self._mutator.bytes(data)
+        self._last.append(data)
         try:
             answers = _converse(self._directory / "socket", data, linger_s)
         except TimeoutError:
