@@ -8,6 +8,7 @@ import random
 import shlex
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -109,29 +110,45 @@ def evicting(kind: str) -> Fault:
 
 
 def exhausting(kind: str) -> Fault:
-    """Take a container's free memory away: the kernel kills it as soon as it asks for more."""
+    """Let a container run out of memory, so that the kernel kills what it runs."""
 
     def fault(world: World, dice: random.Random) -> str | None:
         pod = _pod(world, kind, dice)
         if pod is None:
             return None
         limits = {limit for pid in _processes(pod) if (limit := _memory_limit(pid)) is not None}
-        before = {limit: limit.read_text() for limit in limits if limit.exists()}
-        try:
-            for _ in range(20):
-                for limit in before:
-                    with suppress(OSError):  # EBUSY: it uses more by now; or it has ended
-                        limit.write_text(str(_used(limit.parent) + 2**16))
-                time.sleep(0.5)
-                if _out_of_memory(world, pod):
-                    return f"out of memory: {pod['metadata']['name']}"
-        finally:
-            for limit, value in before.items():
-                with suppress(OSError):
-                    limit.write_text(value)
+        for limit in limits:
+            _exhaust(limit)
+        for _ in range(20):
+            if _out_of_memory(world, pod):
+                return f"out of memory: {pod['metadata']['name']}"
+            time.sleep(0.5)
         return None
 
     return fault
+
+
+_GREEDY = """
+import sys
+open("/proc/self/oom_score_adj", "w").write("-1000")
+open(sys.argv[1] + "/cgroup.procs", "w").write("0")
+bytearray(1 << 24)
+"""
+"""Asks for memory in a container, which the kernel takes from the container's own processes."""
+
+
+def _exhaust(limit: Path) -> None:
+    """Leave a container no free memory, ask for some, and give its limit back; nothing if it has ended."""
+    try:
+        before = limit.read_text()
+        limit.write_text(str(_used(limit.parent) + 2**16))
+    except OSError:  # EBUSY: it uses more by now
+        return
+    try:
+        subprocess.run([sys.executable, "-c", _GREEDY, limit.parent], stderr=subprocess.DEVNULL, timeout=30)
+    finally:
+        with suppress(OSError):
+            limit.write_text(before)
 
 
 def _memory_limit(pid: int) -> Path | None:
