@@ -37,6 +37,7 @@ from envd.errors import (
     SandboxUnknown,
     ServerBusy,
     ServerLost,
+    ServerUnavailable,
     TemplateError,
 )
 from envd.meeting import default_address
@@ -69,6 +70,7 @@ __all__ = [
     "SandboxStatus",
     "SandboxUnknown",
     "ServerLost",
+    "ServerUnavailable",
     "TemplateError",
     "TestOutcome",
     "ToolCall",

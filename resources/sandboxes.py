@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
@@ -16,8 +15,6 @@ from envd.fleet import open_client
 from envd.local import TRUSTED, LocalEnvd
 from resources.experiment import SandboxesConfig
 
-_log = logging.getLogger(__name__)
-
 ADDRESS_VARIABLE = "TRIPLANE_ENVD"
 """Address of a running envd server, e.g. of a deployment, for experiments that name none: `unix:/path`, `host:port`,
 `dns:NAME:PORT` for every address behind a name, or several of them with commas between.
@@ -27,7 +24,7 @@ ADDRESS_VARIABLE = "TRIPLANE_ENVD"
 class SandboxesResource(dg.ConfigurableResource[Any]):
     """Provides clients of the sandbox server.
 
-    A server started here runs until the run ends; a server that died is replaced on the next request.
+    A server started here runs until the run ends; one that dies is replaced at once, at the same address.
     """
 
     _servers: dict[str, tuple[LocalEnvd, ExitStack]] = PrivateAttr(default_factory=dict)
@@ -43,7 +40,7 @@ class SandboxesResource(dg.ConfigurableResource[Any]):
     def address(self, config: SandboxesConfig) -> str:
         """Address of a server for this configuration, or of several (see `envd.addresses`).
 
-        Starts one, or replaces a dead one, unless the configuration or $TRIPLANE_ENVD names one.
+        Starts one unless the configuration or $TRIPLANE_ENVD names one.
         """
         named = config.address or os.environ.get(ADDRESS_VARIABLE)
         if named:
@@ -51,13 +48,10 @@ class SandboxesResource(dg.ConfigurableResource[Any]):
         known = self._servers.get(config.backend)
         if known is not None and known[0].alive:
             return known[0].address
-        if known is not None:
-            _log.warning(
-                "the envd server (backend %s) died: starting another; the kernel's log may say why", config.backend
-            )
+        if known is not None:  # it died too often
             self._servers.pop(config.backend)[1].close()
         with ExitStack() as starting:
-            server = starting.enter_context(LocalEnvd(backend=config.backend, rules=TRUSTED))
+            server = starting.enter_context(LocalEnvd(backend=config.backend, rules=TRUSTED, revive=True))
             self._servers[config.backend] = server, starting.pop_all()
         return server.address
 

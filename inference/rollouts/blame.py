@@ -29,8 +29,12 @@ _log = logging.getLogger(__name__)
 async def is_agents_fault(workspace: Workspace, workspaces: Workspaces, task: Task) -> bool:
     """Whether the agent broke `workspace`: its server knows it, and a control of the same task starts, replies and
     returns its diff.
+
+    A server that was away when it was asked first may have been started again for the control: it is asked once more.
     """
-    return await workspace.is_known() and await control_passes(workspaces.on(workspace.server), task)
+    if not await workspace.is_known() or not await control_passes(workspaces.on(workspace.server), task):
+        return False
+    return await workspace.is_known()
 
 
 async def control_passes(workspaces: Workspaces, task: Task) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from envd.client import (
     SandboxClient,
     SandboxUnknown,
     ServerLost,
+    ServerUnavailable,
     TemplateError,
     ToolCall,
     ToolResult,
@@ -31,6 +33,9 @@ from inference.errors import SandboxBroken
 
 LIFETIME_MARGIN_S = 60.0
 CLOSE_TIMEOUT_S = 10.0
+RETURN_S = 5.0
+"""Seconds in which a server that can't be reached may come back before the start of a sandbox fails."""
+_RETURN_PAUSE_S = 0.2
 _log = logging.getLogger(__name__)
 
 
@@ -66,8 +71,12 @@ class Workspaces:
             raise InfraFault(f"the sandbox of the episode can't be reached: {error}") from error
 
     async def start(self, task: Task, key: str | None = None) -> Sandbox:
-        """Start a fresh sandbox of `task`. key: of idempotency. Raises InfraFault."""
-        for again in (False, True):
+        """Start a fresh sandbox of `task`, waiting a while for a server that starts again. key: of idempotency.
+
+        Raises InfraFault.
+        """
+        waits_until, stored_again = time.monotonic() + RETURN_S, False
+        while True:
             try:
                 return await self._client.create(
                     await self._stored(task),
@@ -80,10 +89,12 @@ class Workspaces:
                 )
             except TriplaneError as error:
                 self._templates.pop(self._key(task), None)
-                # a server removes templates that were not used for long
-                if again or not isinstance(error, TemplateError):
+                if isinstance(error, ServerUnavailable) and time.monotonic() < waits_until:
+                    await asyncio.sleep(_RETURN_PAUSE_S)
+                elif isinstance(error, TemplateError) and not stored_again:
+                    stored_again = True  # a server removes templates that were not used for long
+                else:
                     raise InfraFault(f"no sandbox for task {task.task_id}: {error}") from error
-        raise AssertionError("unreachable")
 
     async def _stored(self, task: Task) -> str:
         key = self._key(task)

@@ -4,10 +4,12 @@ import asyncio
 import glob
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Awaitable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -240,12 +242,13 @@ def test_help_teaches_and_a_bad_address_is_one_clear_line() -> None:
     assert done.returncode == 1 and done.stderr.splitlines()[-1].startswith("envd: ") and "Traceback" not in done.stderr
 
 
-def test_a_server_that_was_killed_is_an_error_at_once_and_another_takes_its_place() -> None:
-    resource, config = SandboxesResource(), SandboxesConfig(backend="plain")
+def test_a_server_that_was_killed_is_an_error_at_once_and_comes_back_at_its_address() -> None:
+    resource, config = SandboxesResource(), SandboxesConfig()
 
     async def job() -> float:
         async with resource.client(config) as client:
             template = await client.put_template(FILES)
+            marker = run_directory(client.address)
             os.kill(server_at(client.address), signal.SIGKILL)
             started = time.monotonic()
             for call in (
@@ -256,14 +259,56 @@ def test_a_server_that_was_killed_is_an_error_at_once_and_another_takes_its_plac
                 with pytest.raises(ServerUnavailable, match="envd serve"):
                     await call
             seconds = time.monotonic() - started
-        async with resource.client(config) as client, OperationsClient(client.address) as operator:
-            assert (await operator.info()).backend == "plain"
+            await until_answered(client.put_template(FILES) for _ in range(1000))
+            async with await client.create(template) as sandbox:
+                assert (await sandbox.call(ToolCall("exec", {"command": "echo back"}))).text.startswith("back")
+            assert gone(marker) == []
+            await asyncio.to_thread(resource.close)
+            with pytest.raises(ServerUnavailable):
+                await client.put_template(FILES)
         return seconds
 
     try:
         assert asyncio.run(job()) < 10
     finally:
         resource.close()
+
+
+async def until_answered(calls: Iterator[Awaitable[object]]) -> None:
+    for call in calls:
+        with suppress(ServerUnavailable):
+            await call
+            return
+        await asyncio.sleep(0.1)
+
+
+def test_a_server_that_keeps_dying_is_given_up_and_the_next_request_starts_another() -> None:
+    resource, config = SandboxesResource(), SandboxesConfig(backend="plain")
+
+    async def job() -> None:
+        address = resource.address(config)
+        for _ in range(3):
+            assert resource.address(config) == address
+            async with OperationsClient(address) as client:
+                await until_answered(client.info() for _ in range(1000))
+            os.kill(server_at(address), signal.SIGKILL)
+            while server_listens(address):
+                await asyncio.sleep(0.01)
+        async with asyncio.timeout(20):
+            while resource.address(config) == address:
+                await asyncio.sleep(0.1)
+        async with OperationsClient(resource.address(config)) as client:
+            assert (await client.info()).backend == "plain"
+
+    try:
+        asyncio.run(job())
+    finally:
+        resource.close()
+
+
+def server_listens(address: str) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        return probe.connect_ex(address.removeprefix("unix:")) == 0
 
 
 def test_a_client_finds_a_server_that_came_back(tmp_path: Path) -> None:
