@@ -132,7 +132,7 @@ _GREEDY = """
 import sys
 open("/proc/self/oom_score_adj", "w").write("-1000")
 open(sys.argv[1] + "/cgroup.procs", "w").write("0")
-bytearray(1 << 24)
+b"x" * int(sys.argv[2])
 """
 """Asks for memory in a container, which the kernel takes from the container's own processes."""
 
@@ -140,12 +140,13 @@ bytearray(1 << 24)
 def _exhaust(limit: Path) -> None:
     """Leave a container no free memory, ask for some, and give its limit back; nothing if it has ended."""
     try:
-        before = limit.read_text()
-        limit.write_text(str(_used(limit.parent) + 2**16))
+        before, used = limit.read_text(), int((limit.parent / "memory.usage_in_bytes").read_text())
+        limit.write_text(str(used + 2**16))
     except OSError:  # EBUSY: it uses more by now
         return
+    more = str(used - _unreclaimable(limit.parent) + 2**26)
     try:
-        subprocess.run([sys.executable, "-c", _GREEDY, limit.parent], stderr=subprocess.DEVNULL, timeout=30)
+        subprocess.run([sys.executable, "-c", _GREEDY, limit.parent, more], stderr=subprocess.DEVNULL, timeout=30)
     finally:
         with suppress(OSError):
             limit.write_text(before)
@@ -158,10 +159,12 @@ def _memory_limit(pid: int) -> Path | None:
     except OSError:
         return None
     group = next(line.split(":", 2)[2] for line in lines if ":memory:" in line)
+    if group == "/":  # it has left the container
+        return None
     return Path("/sys/fs/cgroup/memory") / group.removeprefix("/") / "memory.limit_in_bytes"
 
 
-def _used(group: Path) -> int:
+def _unreclaimable(group: Path) -> int:
     """Bytes of a control group that the kernel can't take back."""
     fields = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
     return int(fields["total_rss"])
