@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
@@ -64,7 +65,9 @@ class Tokens:
 
     sampled: int
     lost_at_most: int
-    """Tokens sampled before an interruption for work committed after it: upper bound of the tokens sampled again."""
+    """Tokens sampled before an interruption, or by an attempt that it ended, for work committed after it: upper bound
+    of the tokens sampled again.
+    """
     sampled_after_commit: int
     """Groups, evaluated tasks and evaluations with tokens sampled after their commit."""
 
@@ -75,11 +78,17 @@ def account(lines: Iterable[Sampled], commits: Mapping[Work, float], interruptio
     """
     sampled = lost = 0
     again: set[Work] = set()
+    lines = list(lines)
+    last_attempts: dict[tuple[str, str], float] = defaultdict(float)
+    for line in lines:
+        last_attempts[line.key, line.episode] = max(line.begun, last_attempts[line.key, line.episode])
     for line in lines:
         work = (line.key, line.group) if (line.key, line.group) in commits else (line.key, "")
         committed = commits.get(work, float("inf"))
         sampled += line.tokens
-        lost += line.tokens * any(line.unix <= moment < committed for moment in interruptions)
+        # what an attempt that was replaced still sampled after the interruption is lost as well
+        since = line.begun if line.begun < last_attempts[line.key, line.episode] else line.unix
+        lost += line.tokens * any(since <= moment < committed for moment in interruptions)
         if line.unix > committed:
             again.add(work)
     return Tokens(sampled, lost, len(again))

@@ -136,7 +136,7 @@ class Attempt:
         self._environment = EpisodeEnvironment(task, player.config, player.tokenizer)
         self._transcript = Transcript(self._environment.prompt())
         self._sampled = 0
-        self._started = time.perf_counter()
+        self._begun, self._started = time.time(), time.perf_counter()
         self._sampling_seconds = self._tool_seconds = 0.0
         self.broken_by_agent = False
         """Whether the sandbox failed, and a control showed that it was not our fault."""
@@ -217,7 +217,7 @@ class Attempt:
         self._sampled += len(completion.token_ids)
         ledger.record(
             *(self._player.key, self._group_id, self.episode_id, self._attempt),
-            *(self._environment.turns, len(completion.token_ids)),
+            *(self._environment.turns, len(completion.token_ids), self._begun),
         )
         return completion
 

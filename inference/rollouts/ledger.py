@@ -36,13 +36,15 @@ class Sampled:
     turn: int
     """From 1."""
     tokens: int
+    begun: float
+    """When the attempt began; in seconds since 1970, as `unix`."""
 
 
-def record(key: str, group: str, episode: str, attempt: int, turn: int, tokens: int) -> None:
+def record(key: str, group: str, episode: str, attempt: int, turn: int, tokens: int, begun: float) -> None:
     """Append a line if a ledger is configured."""
     if _FOLDER is None:
         return
-    line = asdict(Sampled(time.time(), os.getpid(), key, group, episode, attempt, turn, tokens))
+    line = asdict(Sampled(time.time(), os.getpid(), key, group, episode, attempt, turn, tokens, begun))
     # the line break comes first: a line torn by a kill spoils no other
     os.write(_descriptor(_FOLDER, os.getpid()), b"\n" + json.dumps(line).encode())
 

@@ -41,8 +41,8 @@ from inference.rollouts.ledger import Sampled
 ROOT = Path(__file__).parents[2]
 
 
-def line(unix: float, tokens: int, group: str = "g", key: str = "k") -> Sampled:
-    return Sampled(unix, 1, key, group, "e", 0, 1, tokens)
+def line(unix: float, tokens: int, group: str = "g", key: str = "k", begun: float = 0.0) -> Sampled:
+    return Sampled(unix, 1, key, group, f"e of {group}", 0, 1, tokens, begun)
 
 
 def test_tokens_are_lost_only_where_a_kill_stands_between_sampling_and_commit() -> None:
@@ -64,6 +64,15 @@ def test_committed_task_of_a_killed_evaluation_is_neither_lost_nor_sampled_again
     found = account([line(1, 10), line(1, 5, group="in flight"), line(3, 5, group="in flight")], commits, [2.0])
     assert (found.lost_at_most, found.sampled_after_commit) == (5, 0)
     assert account([line(1, 10), line(3, 10)], commits, [2.0]).sampled_after_commit == 1
+
+
+def test_what_an_attempt_samples_after_the_kill_that_ends_it_is_lost_and_no_more() -> None:
+    """A turn that was sampled while its server was killed ends after the kill."""
+    commits, kill = {("k", "g"): 9.0}, 2.0
+    replaced, repeated = line(2.1, 10, begun=1.0), line(3, 10, begun=2.5)
+    assert account([replaced, repeated], commits, [kill]).lost_at_most == 10
+    assert account([replaced], commits, [kill]).lost_at_most == 0  # it survived
+    assert account([line(2.4, 10, begun=2.3), repeated], commits, [kill]).lost_at_most == 0
 
 
 def test_work_that_never_was_committed_counts_as_lost_once() -> None:

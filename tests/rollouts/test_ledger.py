@@ -42,15 +42,15 @@ def test_every_turn_is_a_line(tmp_path: Path, tokenizer: ChatTokenizer, monkeypa
 
 def test_incomplete_ledger_line_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ledger, "_FOLDER", str(tmp_path))
-    record("k", "g", "e", 0, 1, 5)
+    record("k", "g", "e", 0, 1, 5, 0.0)
     whole = (tmp_path / FILE).read_bytes()
     (tmp_path / FILE).write_bytes(whole + whole[: len(whole) // 2])
-    record("k", "g", "e", 0, 2, 7)
+    record("k", "g", "e", 0, 2, 7, 0.0)
     assert [line.tokens for line in read_ledger(tmp_path)] == [5, 7]
     assert json.loads(whole)["tokens"] == 5
 
 
 def test_no_ledger_is_kept_unless_asked_for(tmp_path: Path) -> None:
     assert ledger._FOLDER is None
-    record("k", "g", "e", 0, 1, 5)
+    record("k", "g", "e", 0, 1, 5, 0.0)
     assert list(read_ledger(tmp_path)) == []
