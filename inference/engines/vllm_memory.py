@@ -14,6 +14,7 @@ from typing import Any
 
 from contracts.architectures import Architecture, parameter_shapes
 from contracts.checkpoints import BLOCK, is_quantized
+from contracts.errors import SchemaError
 from inference.engines.config import VllmConfig
 
 UTILIZATION = 0.9
@@ -55,12 +56,10 @@ def engine_memory(config: VllmConfig, model: Mapping[str, Any], context: int, se
     shape, parts = Architecture.from_config(model), config.tensor_parallel
     length = flag(config.flags, "--max-model-len")
     narrow = 1 if (flag(config.flags, "--kv-cache-dtype") or "").startswith("fp8") else NARROW
-    # a key head is copied to several GPUs where there are fewer heads than GPUs
-    heads = max(1, math.ceil(shape.kv_heads / parts))
     return EngineMemory(
         gpus=parts,
-        weights=_weights(model) // parts,
-        token=2 * shape.layers * heads * shape.head_dim * narrow,
+        weights=weight_bytes(model) // parts,
+        token=token_bytes(model, parts, narrow),
         context=int(length) if length else context,
         sequences=sequences,
         utilization=float(flag(config.flags, "--gpu-memory-utilization") or UTILIZATION),
@@ -97,7 +96,25 @@ def flag(flags: Sequence[str], name: str) -> str | None:
     return found
 
 
-def _weights(model: Mapping[str, Any]) -> int:
+def token_bytes(model: Mapping[str, Any], parts: int, narrow: int) -> int:
+    """Bytes of keys and values of one token on each of `parts` GPUs. narrow: bytes of a number.
+
+    Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434) keeps one latent vector and one rotary key, whole on
+    each GPU. Raises SchemaError.
+    """
+    try:
+        if model.get("kv_lora_rank"):
+            return int(model["num_hidden_layers"] * (model["kv_lora_rank"] + model["qk_rope_head_dim"]) * narrow)
+        heads = model.get("num_key_value_heads") or model["num_attention_heads"]
+        head_dim = model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
+        # a key head is copied to several GPUs where there are fewer heads than GPUs
+        return int(2 * model["num_hidden_layers"] * math.ceil(heads / parts) * head_dim * narrow)
+    except KeyError as error:
+        raise SchemaError(f"config.json lacks {error}, which the size of keys and values depends on") from None
+
+
+def weight_bytes(model: Mapping[str, Any]) -> int:
+    """Bytes of the weights of an FP8 checkpoint of this shape."""
     total = 0
     for name, dims in parameter_shapes(model).items():
         count = math.prod(dims)

@@ -17,6 +17,7 @@ from triplane_dagster.cli import (
     gc,
     iterate,
     lineage,
+    place,
     plan,
     quarantine,
     recall,
@@ -86,6 +87,7 @@ def _everywhere(
 app.command()(iterate.demo)
 app.command()(iterate.iterate)
 app.command()(plan.plan)
+app.command()(place.place)
 app.command()(status.status)
 app.add_typer(episodes.app, name="episodes")
 app.command()(lineage.lineage)
