@@ -109,27 +109,26 @@ class LocalEnvd:
         ready: what came of the first one's start.
         """
         short_lives = 0
-        while True:
+        while short_lives < _SHORT_LIVES:
             began = time.monotonic()
             try:
                 process = self._start()
+                if process is None:
+                    return
+                if not ready.done():
+                    ready.set_result(None)
+                end = f"code {process.wait()}"
             except (BackendUnavailable, OSError, ValueError) as error:
                 if not ready.done():
                     ready.set_exception(error)
-                elif not self._stopping:
-                    _log.error("the envd server (backend %s) died and does not start again: %s", self._backend, error)
+                    return
+                end = str(error)
+            if not self._revive or self._stopping:
                 return
-            if process is None:
-                return
-            if not ready.done():
-                ready.set_result(None)
-            code = process.wait()
             short_lives = short_lives + 1 if time.monotonic() - began < _SHORT_LIFE_S else 0
-            if not self._revive or self._stopping or short_lives == _SHORT_LIVES:
-                return
+            what = "starting another" if short_lives < _SHORT_LIVES else "the next request starts another"
             _log.warning(
-                "the envd server (backend %s) died (code %d): starting another; the kernel's log may say why",
-                *(self._backend, code),
+                "the envd server (backend %s) died (%s): %s; the kernel's log may say why", self._backend, end, what
             )
 
     def _start(self) -> subprocess.Popen[bytes] | None:

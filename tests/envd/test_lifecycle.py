@@ -282,6 +282,28 @@ async def until_answered(calls: Iterator[Awaitable[object]]) -> None:
         await asyncio.sleep(0.1)
 
 
+def test_a_server_that_is_killed_while_it_starts_again_is_started_once_more() -> None:
+    resource, config = SandboxesResource(), SandboxesConfig(backend="plain")
+
+    async def job() -> None:
+        address = resource.address(config)
+        first = second = server_at(address)
+        os.kill(first, signal.SIGKILL)
+        while second == first:
+            with suppress(AssertionError):
+                second = server_at(address)
+        assert not server_listens(address)
+        os.kill(second, signal.SIGKILL)
+        async with OperationsClient(address) as client:
+            await until_answered(client.info() for _ in range(1000))
+        assert resource.address(config) == address
+
+    try:
+        asyncio.run(job())
+    finally:
+        resource.close()
+
+
 def test_a_server_that_keeps_dying_is_given_up_and_the_next_request_starts_another() -> None:
     resource, config = SandboxesResource(), SandboxesConfig(backend="plain")
 
