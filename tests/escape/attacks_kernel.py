@@ -268,7 +268,9 @@ fd = os.open("/", os.O_RDONLY)
 os.fchdir(fd)
 for _ in range(64):
     os.chdir("..")
-absent("the host above /", [name for name in os.listdir(".") if name in ("home", "boot", "lost+found", "media", "srv")])
+python = {path.split("/")[1] for path in (sys.prefix, sys.base_prefix)}  # where it is seen, wherever it lies
+hosts = {"home", "boot", "lost+found", "media", "srv"} - python
+absent("the host above /", [name for name in os.listdir(".") if name in hosts])
 """
 HANDLES = """
 handle = ctypes.create_string_buffer(struct.pack("II", 8, 1) + struct.pack("II", 2, 0) + bytes(112))
