@@ -161,7 +161,11 @@ class LocalEnvd:
                 )
             os.close(writer)
             writer = -1
-            self._wait_until_ready(process, reader)
+            try:
+                self._wait_until_ready(process, reader)
+            except BackendUnavailable:
+                _end(process)
+                raise
             self._was_ready = True
         finally:
             os.close(reader)
@@ -199,10 +203,7 @@ class LocalEnvd:
         if process is not None:
             if self._was_ready and not self._listens():
                 _ended_within(process, _END_S)  # it is ending by itself, and has something to say
-            process.terminate()
-            if not _ended_within(process, _END_S):
-                process.kill()
-                process.wait()
+            _end(process)
         if self._keeper is not None:
             self._keeper.join()
         self._process, self._keeper, self._was_ready = None, None, False
@@ -210,6 +211,13 @@ class LocalEnvd:
             directory = self._directories.pop()
             shutil.rmtree(directory, ignore_errors=True)
             remove_groups(directory.name)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    if not _ended_within(process, _END_S):
+        process.kill()
+        process.wait()
 
 
 def _ended_within(process: subprocess.Popen[bytes], seconds: float) -> bool:

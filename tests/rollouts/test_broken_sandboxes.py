@@ -5,6 +5,8 @@ and is retried.
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
@@ -182,6 +184,22 @@ def test_a_server_that_is_killed_and_comes_back_costs_a_retry_and_no_score(
     episode = play(server, tokenizer, script, profile=profile, max_attempts=8)
     assert (episode.outcome, server.starts) == (Outcome.COMPLETED, 2)
     assert episode.telemetry["retries"] >= 1 and episode.failure is None
+
+
+@pytest.mark.parametrize("profile", ["throughput", "deterministic"])
+def test_a_local_server_that_is_killed_costs_one_retry(profile: str, tokenizer: ChatTokenizer) -> None:
+    killed: list[int] = []
+
+    def script(turn: int, seed: int) -> Sequence[ToolCallText] | str:
+        if turn == 1 and not killed:
+            assert envd._process is not None
+            killed.append(envd._process.pid)
+            os.kill(killed[0], signal.SIGKILL)
+        return [[call("read", path="m.py")], [call("read", path="m.py")], "done"][turn]
+
+    with LocalEnvd(revive=True) as envd:
+        episode = play(envd, tokenizer, script, profile=profile, max_attempts=2)
+    assert (episode.outcome, episode.telemetry["retries"], episode.failure) == (Outcome.COMPLETED, 1, None)
 
 
 def test_unreachable_sandbox_server_is_never_scored(
