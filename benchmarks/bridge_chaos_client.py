@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ import grpc
 import numpy as np
 
 from benchmarks.bridge_chaos_play import Log, Seen, following, identity, prompt_of
+from benchmarks.processes import die_with_parent
 from contracts.pb import bridge_pb2 as pb
 from contracts.pb import bridge_pb2_grpc as rpc
 from contracts.rpc.connecting import ERROR_NAME
@@ -173,5 +175,6 @@ async def _main(run: str, address: str, file: Path, part: int, parts: int) -> No
 
 
 if __name__ == "__main__":
+    die_with_parent(os.getppid())
     np.seterr(all="raise")
     asyncio.run(_main(sys.argv[1], sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5])))

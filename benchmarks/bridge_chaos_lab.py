@@ -8,12 +8,10 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.bridge_proxy import Proxy
-from benchmarks.processes import die_with_parent
 from contracts.errors import TriplaneError
 
 ROOT = Path(__file__).parent.parent
@@ -36,7 +34,11 @@ class Running:
     async def start(
         cls, module: str, *arguments: str, heard: Callable[[dict[str, Any]], None] = lambda _: None
     ) -> Running:
-        """Start `python -m benchmarks.MODULE` and wait for its first line. Raises TriplaneError."""
+        """Start `python -m benchmarks.MODULE`, which ends with this process, and wait for its first line.
+
+        Without code between fork and exec, for which gRPC's own handlers of forks would run in a process full of its
+        threads. Raises TriplaneError.
+        """
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
@@ -45,7 +47,6 @@ class Running:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]])},
-            preexec_fn=partial(die_with_parent, os.getpid()),
         )
         running = cls(process, heard)
         await running.wait_new(module)

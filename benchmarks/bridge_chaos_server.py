@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.processes import die_with_parent
 from contracts.rpc.listening import Listening
 from inference.bridge.checks import Limits
 from inference.bridge.registry import Bounds
@@ -93,5 +94,6 @@ async def _serve(folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    die_with_parent(os.getppid())
     os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
     asyncio.run(_serve(Path(sys.argv[1])))

@@ -58,7 +58,7 @@ class Children:
 
 
 def die_with_parent(parent: int) -> None:
-    """Let this process end with its parent. Runs between fork and exec."""
+    """Let this process end with its parent. Also runs between fork and exec."""
     _libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGTERM))
     if os.getppid() != parent:  # the parent died before the request
         os.kill(os.getpid(), signal.SIGTERM)
