@@ -104,9 +104,12 @@ class LocalEnvd:
         self._stop()
 
     def _keep(self, ready: Future[None]) -> None:
-        """Run a server, and others after it. In a thread of its own, since the kernel ties a child to its thread.
+        """Start a server and wait for its end, again and again with `revive`.
 
-        ready: what came of the first one's start.
+        Runs in a thread that lasts as long as the servers: the kernel ends a child when the thread that started it
+        ends.
+
+        ready: gets the result of the first start.
         """
         short_lives = 0
         while short_lives < _SHORT_LIVES:

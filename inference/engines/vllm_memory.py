@@ -69,13 +69,12 @@ def engine_memory(config: VllmConfig, model: Mapping[str, Any], context: int, se
 
 def refusals(config: VllmConfig, shape: Architecture) -> list[str]:
     """Settings with which vLLM can't load the FP8 checkpoint of this shape."""
-    part, rest = divmod(shape.expert_width, config.tensor_parallel)
-    if (not rest and part % BLOCK == 0) or "--enable-expert-parallel" in config.flags:
+    if keeps_blocks(shape.expert_width, config.tensor_parallel) or "--enable-expert-parallel" in config.flags:
         return []
     fitting = [
         count
         for count in range(1, config.tensor_parallel)
-        if config.tensor_parallel % count == 0 and shape.expert_width % (count * BLOCK) == 0
+        if config.tensor_parallel % count == 0 and keeps_blocks(shape.expert_width, count)
     ]
     smaller = f", or lower it to {max(fitting)}" if fitting else ""
     return [
@@ -83,6 +82,11 @@ def refusals(config: VllmConfig, shape: Architecture) -> list[str]:
         f" {shape.expert_width / config.tensor_parallel:g} columns, no multiple of the FP8 block of {BLOCK}: add"
         f" --enable-expert-parallel to engine.flags{smaller}"
     ]
+
+
+def keeps_blocks(expert_width: int, parts: int) -> bool:
+    """Whether experts of this width, 0 in a dense model, can be cut into `parts` of whole FP8 blocks."""
+    return expert_width % (parts * BLOCK) == 0
 
 
 def flag(flags: Sequence[str], name: str) -> str | None:

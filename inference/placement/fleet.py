@@ -10,9 +10,8 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from contracts.checkpoints import BLOCK
 from contracts.errors import ConfigError
-from inference.engines.vllm_memory import NARROW, UTILIZATION, token_bytes, weight_bytes
+from inference.engines.vllm_memory import NARROW, UTILIZATION, keeps_blocks, token_bytes, weight_bytes
 from inference.placement.mig import KINDS, PROCESSORS, Kind, Profile
 
 
@@ -60,32 +59,19 @@ class Service(BaseModel):
     servers: int = Field(default=1, ge=0)
     """Fewest servers."""
     value: float = Field(default=1.0, gt=0)
-    """Of one sequence, beside those of other services."""
+    """Weight of one served sequence in the objective, relative to other services."""
     tensor_parallel: tuple[int, ...] = (1, 2, 4, 8)
     """Numbers of whole GPUs of one node that a server may use."""
     slices: bool = True
     """Whether a server may run on a slice."""
     per_gpu: int | None = Field(default=None, ge=1)
-    """Most sequences that the processors of a whole GPU take; a slice takes its share."""
+    """Most sequences at once that a whole GPU is fast enough for; a slice gets its share of them. None: no limit."""
     utilization: float = Field(default=UTILIZATION, gt=0, le=1)
     """Share of the memory that the engine uses."""
     reserve_gib: float = Field(default=1.5, ge=0)
     """Activations and CUDA graphs on each GPU."""
     fp8_cache: bool = False
     """Keys and values of one byte instead of two."""
-
-    def room(self, config: Mapping[str, Any], weights: int, memory: int, parts: int) -> int:
-        """Tokens of keys and values that a server has room for; negative if its weights do not fit.
-
-        weights: bytes of the whole model. memory: bytes of each of its `parts` GPUs or of its slice.
-        """
-        free = memory * self.utilization - self.reserve_gib * 2**30 - weights / parts
-        return int(free // token_bytes(config, parts, 1 if self.fp8_cache else NARROW))
-
-    def bounded(self, room: int, processors: float) -> int:
-        """Sequences of a server. processors: share of a GPU, or number of GPUs."""
-        sequences = max(room, 0) // self.context
-        return sequences if self.per_gpu is None else min(sequences, int(self.per_gpu * processors))
 
 
 class Fleet(BaseModel):
@@ -128,27 +114,34 @@ class Capacity:
         """Sequences of a server on a slice."""
         if not self.service.slices:
             return 0
-        room = self.service.room(self.config, self.weights, kind.slice_bytes(profile), 1)
-        return self.service.bounded(room, profile.processors / PROCESSORS)
+        return self._sequences(kind.slice_bytes(profile), 1, profile.processors / PROCESSORS)
 
     def on_gpus(self, kind: Kind, parts: int) -> int:
-        """Sequences of a server on `parts` whole GPUs, where the model can be divided so."""
-        if not self.divides(parts):
-            return 0
-        room = self.service.room(self.config, self.weights, int(kind.memory_gib * 2**30), parts)
-        return self.service.bounded(room, parts)
+        """Sequences of a server on `parts` whole GPUs; 0 if the model can't be divided among them."""
+        return self._sequences(int(kind.memory_gib * 2**30), parts, parts) if self.divides(parts) else 0
 
     def divides(self, parts: int) -> bool:
-        """Whether vLLM can divide the model among so many GPUs."""
-        width = self.config.get("moe_intermediate_size") or BLOCK * parts
-        whole_blocks = not self._fp8 or width % (parts * BLOCK) == 0
+        """Whether vLLM can divide the model among this number of GPUs."""
+        whole_blocks = not self._fp8 or keeps_blocks(self.config.get("moe_intermediate_size") or 0, parts)
         return self.config.get("num_attention_heads", parts) % parts == 0 and whole_blocks
 
     def needed_gib(self, parts: int) -> float:
-        """Memory of each of `parts` GPUs that one sequence needs."""
-        token = token_bytes(self.config, parts, 1 if self.service.fp8_cache else NARROW)
-        used = self.weights / parts + token * self.service.context + self.service.reserve_gib * 2**30
-        return used / self.service.utilization / 2**30
+        """Memory of each of `parts` GPUs that a server of one sequence needs."""
+        return (self._fixed(parts) + self._token(parts) * self.service.context) / self.service.utilization / 2**30
+
+    def _sequences(self, memory: int, parts: int, processors: float) -> int:
+        """Sequences of a server. memory: bytes of its slice or of each GPU. processors: as a multiple of a GPU's."""
+        service = self.service
+        tokens = int((memory * service.utilization - self._fixed(parts)) // self._token(parts))
+        sequences = max(tokens, 0) // service.context
+        return sequences if service.per_gpu is None else min(sequences, int(service.per_gpu * processors))
+
+    def _fixed(self, parts: int) -> float:
+        """Bytes on each GPU that do not depend on the sequences."""
+        return self.weights / parts + self.service.reserve_gib * 2**30
+
+    def _token(self, parts: int) -> int:
+        return token_bytes(self.config, parts, 1 if self.service.fp8_cache else NARROW)
 
 
 def _config(model: Path) -> Mapping[str, Any]:
@@ -162,7 +155,7 @@ def _config(model: Path) -> Mapping[str, Any]:
 
 
 def _weights(model: Path) -> int | None:
-    """Bytes of the weights, by their index or their files; None if there are none."""
+    """Size of the weights in bytes, from the index or the files; None if the directory has neither."""
     index = model / "model.safetensors.index.json"
     if index.is_file():
         try:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 POSITIONS = 8
 PROCESSORS = 7
 SLICE_SHARE = 0.9
-"""Part of its memory's nominal share that a slice has at least: 16.0 of 17.5 GiB for 1g of an H200."""
+"""Lower bound of a slice's memory, as a fraction of its nominal share: 1g of an H200 has 16.0 of 17.5 GiB."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Kind:
 
     @property
     def profiles(self) -> tuple[Profile, ...]:
-        """Its profiles; empty if it can't be divided. Those with media engines are left out."""
+        """MIG profiles, without the variants with media engines (`+me`); empty if the GPU can't be divided."""
         one, two, four = self.gigabytes
         if not one:
             return ()
@@ -58,7 +58,7 @@ class Kind:
         )
 
     def slice_bytes(self, profile: Profile) -> int:
-        """Bytes of memory that a slice has at least."""
+        """Lower bound of the memory of a slice, in bytes."""
         return int(self.memory_gib * 2**30 * profile.positions / POSITIONS * SLICE_SHARE)
 
 

@@ -22,7 +22,7 @@ from inference.placement.fleet import Capacity, Fleet, Gpus
 from inference.placement.mig import Layout, Profile, layouts
 
 SECONDS = 5.0
-"""Longest search for each of the two aims; then the best found so far counts."""
+"""Time limit of each of the two searches; after it, the best placement found so far is used."""
 _ROUNDING = 1e-6
 
 
@@ -102,7 +102,7 @@ class _Program:
 
 def place(fleet: Fleet, capacities: Mapping[str, Capacity], seconds: float = SECONDS) -> Placement:
     """Best placement of the fleet's services. Raises ConfigError if the fewest servers do not fit."""
-    require_fits(fleet, capacities)
+    _require_fits(fleet, capacities)
     program, gain = _Program(), dict[int, float]()
     for name, service in fleet.services.items():
         gain[program.variable("served", name, upper=service.sequences, integer=False)] = service.value
@@ -125,7 +125,7 @@ def place(fleet: Fleet, capacities: Mapping[str, Capacity], seconds: float = SEC
     return _placement(program, found if fewest is None else fewest, fleet, capacities, bound)
 
 
-def require_fits(fleet: Fleet, capacities: Mapping[str, Capacity]) -> None:
+def _require_fits(fleet: Fleet, capacities: Mapping[str, Capacity]) -> None:
     """Raise ConfigError for a service of which no server fits anywhere, with what would fit."""
     for name, capacity in capacities.items():
         service = capacity.service

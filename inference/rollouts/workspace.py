@@ -33,7 +33,7 @@ from inference.errors import SandboxBroken
 
 LIFETIME_MARGIN_S = 60.0
 CLOSE_TIMEOUT_S = 10.0
-RETURN_S = 5.0
+_RETURN_S = 5.0
 """Seconds in which a server that can't be reached may come back before the start of a sandbox fails."""
 _RETURN_PAUSE_S = 0.2
 _log = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class Workspaces:
 
         Raises InfraFault.
         """
-        waits_until, stored_again = time.monotonic() + RETURN_S, False
+        waits_until, stored_again = time.monotonic() + _RETURN_S, False
         while True:
             try:
                 return await self._client.create(

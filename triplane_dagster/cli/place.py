@@ -80,7 +80,7 @@ def _print(found: Placement, fleet: Fleet) -> None:
 
 
 def _divided(found: Placement) -> list[tuple[str, int, str]]:
-    """(node, GPU, slices as nvidia-smi takes them) of each GPU to divide."""
+    """(node, GPU number, `PROFILE:START,...`) of each GPU to divide."""
     slices: dict[tuple[str, int], list[str]] = {}
     for each in found.servers:
         if each.profile is not None:
@@ -89,7 +89,7 @@ def _divided(found: Placement) -> list[tuple[str, int, str]]:
 
 
 def _command(server: Server, fleet: Fleet) -> str:
-    """Command of the server, which is to see its GPUs or slice alone."""
+    """Command that starts the server; the user makes only its GPUs or its slice visible to it."""
     service = fleet.services[server.service]
     flags = ["--tensor-parallel-size", str(len(server.gpus)), "--max-model-len", str(service.context)]
     flags += ["--max-num-seqs", str(server.sequences), "--gpu-memory-utilization", f"{service.utilization:g}"]
