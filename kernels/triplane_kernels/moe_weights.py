@@ -19,7 +19,7 @@ from torch import Tensor
 
 from triplane_kernels.blockwise import BLOCK
 from triplane_kernels.errors import KernelInputError
-from triplane_kernels.quantize import quantize_weights
+from triplane_kernels.quantize import quantize_weights, transpose_codes
 
 Name = Literal["gate", "up", "down"]
 Quantized = tuple[Tensor, Tensor]
@@ -83,10 +83,10 @@ class ExpertWeights:
             down,
             joined,
             torch.cat([gate_scales, up_scales], dim=1),
-            joined.mT.contiguous(),
+            transpose_codes(joined),
             narrow,
             down_scales.contiguous(),
-            narrow.mT.contiguous(),
+            transpose_codes(narrow),
         )
 
     @classmethod

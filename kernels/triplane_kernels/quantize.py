@@ -68,9 +68,20 @@ def quantize_weights_both(w: Tensor, *, power_of_two: bool = False) -> tuple[Ten
     """`quantize_weights`, and the same codes and scales transposed: codes_t [..., K, N], scales_t [..., ceil(K/128),
     ceil(N/128)].
 
-    Square blocks give both orientations the same numbers; dgrad multiplies by the second. One pass over w.
+    Square blocks give both orientations the same numbers; dgrad multiplies by the second.
     """
     return _weights(w, power_of_two, transposed=True)
+
+
+def transpose_codes(codes: Tensor) -> Tensor:
+    """Contiguous [..., K, N] of codes [..., N, K], any dtype of one byte. Raises KernelInputError."""
+    if codes.dim() < 2 or codes.element_size() != 1:
+        raise KernelInputError(
+            f"transpose_codes: codes {list(codes.shape)} of {codes.dtype}; give [..., N, K] of one byte"
+        )
+    flat = codes.detach().contiguous().view(codes.shape[:-2].numel(), *codes.shape[-2:])
+    turned: Tensor = _transpose(flat)
+    return turned.view(*codes.shape[:-2], codes.shape[-1], codes.shape[-2])
 
 
 def quantize_mx(x: Tensor, *, stochastic_seed: int | None = None) -> tuple[Tensor, Tensor]:
@@ -187,6 +198,12 @@ def _quantize_weights(w: Tensor, power_of_two: bool, transposed: bool) -> tuple[
     found: tuple[Tensor, Tensor, Tensor, Tensor] = _implementation("quantize_weights", w).quantize_weights(
         w, power_of_two, transposed
     )
+    return found
+
+
+@operator("transpose_codes", fake=lambda codes: codes.new_empty(codes.mT.shape))
+def _transpose(codes: Tensor) -> Tensor:
+    found: Tensor = _implementation("transpose_codes", codes).transpose(codes)
     return found
 
 

@@ -53,13 +53,12 @@ def quantize_weights(w: Tensor, power_of_two: bool, transposed: bool) -> tuple[T
     codes = codes.view(padded.shape)[:, :rows].contiguous()
     scales = scales.view(count, padded.shape[1] // BLOCK, -(-columns // BLOCK))
     kept = slice(None) if transposed else slice(0)
-    # .contiguous() returns a contiguous tensor itself, but results of an operator must not share memory
-    return (
-        codes,
-        scales,
-        codes[kept].mT.clone(memory_format=torch.contiguous_format),
-        scales[kept].mT.clone(memory_format=torch.contiguous_format),
-    )
+    return codes, scales, transpose(codes[kept]), transpose(scales[kept])
+
+
+def transpose(matrices: Tensor) -> Tensor:
+    """Contiguous [G, K, N] of [G, N, K]. A new tensor, as results of operators must be, also where nothing moves."""
+    return matrices.mT.clone(memory_format=torch.contiguous_format)
 
 
 def quantize_mx(x: Tensor, seed: int | None) -> tuple[Tensor, Tensor]:

@@ -34,6 +34,10 @@ BOTH_CONFIGS = [
     {"num_warps": 16, "num_stages": 1},
     {"num_warps": 8, "num_stages": 1, "maxnreg": 128},
 ]
+TRANSPOSE_CONFIGS = [
+    {"BLOCK_N": rows, "BLOCK_K": columns, "num_warps": warps, "num_stages": 1}
+    for rows, columns, warps in ((128, 128, 8), (128, 128, 4), (128, 64, 4), (64, 128, 4), (64, 64, 4))
+]
 WEIGHT_CONFIGS = [
     {"num_warps": 8, "num_stages": 1, "maxnreg": 128},
     {"num_warps": 16, "num_stages": 1, "maxnreg": 64},
@@ -109,31 +113,48 @@ def quantize_weights(w: Tensor, power_of_two: bool, transposed: bool) -> tuple[T
     row_blocks, column_blocks = triton.cdiv(rows, 128), triton.cdiv(columns, 128)
     codes = torch.empty_like(w, dtype=torch.float8_e4m3fn, memory_format=torch.contiguous_format)
     scales = w.new_empty(count, row_blocks, column_blocks, dtype=torch.float32)
-    held = count if transposed else 0
-    codes_t = w.new_empty(held, columns, rows, dtype=torch.float8_e4m3fn)
-    scales_t = w.new_empty(held, column_blocks, row_blocks, dtype=torch.float32)
 
     def launch(config: Config) -> Results:
         _weights_kernel[(count * row_blocks, column_blocks)](
             w,
             codes,
             scales,
-            codes_t,
-            scales_t,
             rows,
             columns,
             row_blocks,
             column_blocks,
             *w.stride(),
             POWER_OF_TWO=power_of_two,
-            TRANSPOSED=transposed,
             **config,
         )
-        return codes, scales, codes_t, scales_t
+        return codes, scales
 
     if codes.numel():
         launch(lookup("quantize_weights", tuple(w.shape), WEIGHT_CONFIGS, launch, small=SQUARE_SMALL))
-    return codes, scales, codes_t, scales_t
+    if transposed:
+        return codes, scales, transpose(codes), scales.mT.clone(memory_format=torch.contiguous_format)
+    return codes, scales, codes.new_empty(0, columns, rows), scales.new_empty(0, column_blocks, row_blocks)
+
+
+def transpose(codes: Tensor) -> Tensor:
+    """Contiguous [G, K, N] of contiguous codes [G, N, K].
+
+    A kernel of its own: the assembler of Triton 3.6 to 3.8 (ptxas 12.9) compiles one that stores a tile of codes just
+    cast, and its transpose too, to wrong bytes (github.com/triton-lang/triton/issues/11111).
+    """
+    count, rows, columns = codes.shape
+    turned = codes.new_empty(count, columns, rows)
+
+    def launch(config: Config) -> Results:
+        blocks = triton.cdiv(rows, config["BLOCK_N"])
+        _transpose_kernel[(count * blocks, triton.cdiv(columns, config["BLOCK_K"]))](
+            codes.view(torch.uint8), turned.view(torch.uint8), rows, columns, blocks, **config
+        )
+        return turned
+
+    if codes.numel():
+        launch(lookup("transpose", tuple(codes.shape), TRANSPOSE_CONFIGS, launch, small=TRANSPOSE_CONFIGS[0]))
+    return turned
 
 
 def quantize_mx(x: Tensor, seed: int | None) -> tuple[Tensor, Tensor]:
@@ -237,8 +258,6 @@ def _weights_kernel(
     w: tl.tensor,
     codes: tl.tensor,
     scales: tl.tensor,
-    codes_t: tl.tensor,
-    scales_t: tl.tensor,
     rows: tl.tensor,
     columns: tl.tensor,
     row_blocks: tl.tensor,
@@ -247,9 +266,8 @@ def _weights_kernel(
     w_row: tl.tensor,
     w_column: tl.tensor,
     POWER_OF_TWO: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
 ) -> None:
-    """One program: a 128x128 block of one matrix under one scale; the transpose has the same codes."""
+    """One program: a 128x128 block of one matrix under one scale."""
     matrix, row_block = (tl.program_id(0) // row_blocks).to(tl.int64), tl.program_id(0) % row_blocks
     column_block = tl.program_id(1)
     row = row_block * BLOCK + tl.arange(0, BLOCK)
@@ -266,13 +284,32 @@ def _weights_kernel(
     first = matrix * row_blocks * column_blocks
     one = tl.arange(0, 1)[:, None] + tl.arange(0, 1)[None, :]
     tl.store(scales + first + row_block * column_blocks + column_block + one, scale)
-    if TRANSPOSED:
-        tl.store(
-            codes_t + start + column[:, None].to(tl.int64) * rows + row[None, :],
-            tl.trans(code),
-            mask=(column[:, None] < columns) & (row[None, :] < rows),
-        )
-        tl.store(scales_t + first + column_block * row_blocks + row_block + one, scale)
+
+
+@triton.jit
+def _transpose_kernel(
+    codes: tl.tensor,
+    turned: tl.tensor,
+    rows: tl.tensor,
+    columns: tl.tensor,
+    blocks: tl.tensor,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> None:
+    """One program: a tile of one matrix of bytes."""
+    start = (tl.program_id(0) // blocks).to(tl.int64) * rows * columns
+    row = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
+    column = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    tile = tl.load(
+        codes + start + row[:, None].to(tl.int64) * columns + column[None, :],
+        mask=(row[:, None] < rows) & (column[None, :] < columns),
+        other=0,
+    )
+    tl.store(
+        turned + start + column[:, None].to(tl.int64) * rows + row[None, :],
+        tl.trans(tile),
+        mask=(column[:, None] < columns) & (row[None, :] < rows),
+    )
 
 
 @triton.jit(do_not_specialize=["seed"])

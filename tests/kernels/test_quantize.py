@@ -23,6 +23,7 @@ from triplane_kernels.quantize import (
     quantize_mx,
     quantize_weights,
     quantize_weights_both,
+    transpose_codes,
 )
 
 if TYPE_CHECKING:
@@ -86,6 +87,16 @@ def test_weights_are_quantized_as_the_trainer_does(way: Way, shape: tuple[int, .
     matrices, found, found_scales = (part[None].flatten(0, -3) for part in (w, codes, scales))
     for index, matrix in enumerate(matrices):
         assert all_same((found[index], found_scales[index]), quantize_blockwise(matrix))
+
+
+@SETTINGS
+@given(count=st.integers(0, 3), rows=SIZES, columns=SIZES)
+def test_codes_are_transposed(way: Way, count: int, rows: int, columns: int) -> None:
+    codes = torch.arange(count * rows * columns, device=way.device).to(torch.uint8).view(count, rows, columns)
+    turned = transpose_codes(codes)
+    assert torch.equal(turned, codes.mT) and turned.is_contiguous()
+    with pytest.raises(KernelInputError, match=r"one byte"):
+        transpose_codes(codes.float())
 
 
 @pytest.mark.parametrize("name", FINITE)
