@@ -9,6 +9,8 @@ the last tenth of the steps.
 from __future__ import annotations
 
 import gc
+import json
+import sys
 import time
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -26,6 +28,8 @@ from trainer.parameters import Parameters, draw_masters
 from trainer.precision import with_precision
 
 GIB = 2**30
+FACTOR, SHIFT, FEW = 31, 7, 1024
+"""A token x is followed by (x * FACTOR + SHIFT) modulo FEW, or modulo the vocabulary if that is smaller."""
 SETTINGS: Mapping[str, dict[str, Any]] = {
     "bf16": {"kind": "bf16"},
     "fp8-block": {"kind": "fp8-block", "activations": "bfloat16", "router_dtype": "bfloat16"},
@@ -78,7 +82,9 @@ def run(options: PrecisionOptions) -> Result:
     for name in ("bf16", options.recipe):
         row, losses[name] = _train(name, options)
         rows.append(row)
+        print(json.dumps({**row, "losses": losses[name][:: max(1, options.steps // 10)]}), file=sys.stderr, flush=True)
         gc.collect()
+        torch.cuda.empty_cache()
     tail = max(1, options.steps // 10)
     ends = [sum(found[-tail:]) / tail for found in losses.values()]
     plain, rounded = rows
@@ -103,7 +109,7 @@ def _train(name: str, options: PrecisionOptions) -> tuple[dict[str, Any], list[f
     config = with_precision(
         _model(options).hf_config(options.vocabulary), RlConfig.model_validate({"precision": SETTINGS[name]}).precision
     )
-    masters = {key: master.to(options.device) for key, master in draw_masters(config, seed=0).items()}
+    masters = draw_masters(config, 0, options.device)
     parameters = Parameters.from_masters(config, masters)
     del masters
     optimizer = AdamW(parameters.buffers, 0.9, 0.95)
@@ -157,16 +163,23 @@ def _flops(options: PrecisionOptions) -> float:
 
 
 def _batch(options: PrecisionOptions, step: int) -> Batch:
-    """Sequences in which each token is, with probability 0.9, a fixed function of the one before."""
+    """Sequences; each token follows from the one before (see FACTOR) with probability 0.9, and else is drawn."""
     count, length = options.sequences, options.length
     random = torch.Generator().manual_seed(step)
     free = torch.randint(options.vocabulary, (count, length), generator=random)
     follows = torch.rand(count, length, generator=random) < 0.9
-    tokens = free.clone()
-    for place in range(1, length):
-        after = (tokens[:, place - 1] * 31 + 7) % min(options.vocabulary, 1024)
-        tokens[:, place] = torch.where(follows[:, place], after, free[:, place])
-    flat = tokens.flatten().to(options.device)
+    follows[:, 0] = False
+    places = torch.arange(length).expand(count, length)
+    drawn = torch.where(follows, 0, places).cummax(1).values
+    # k steps of the chain are x * factor[k] + shift[k]
+    size = min(options.vocabulary, FEW)
+    factor, shift = [1], [0]
+    for _ in range(int((places - drawn).max())):
+        factor.append(factor[-1] * FACTOR % size)
+        shift.append((shift[-1] * FACTOR + SHIFT) % size)
+    taken = places - drawn
+    chained = (free.gather(1, drawn) * torch.tensor(factor)[taken] + torch.tensor(shift)[taken]) % size
+    flat = torch.where(follows, chained, free).flatten().to(options.device)
     rows = torch.cat([torch.arange(length - 1) + length * index for index in range(count)]).to(options.device)
     return Batch(flat, rows, flat[rows + 1], rows // length, [length] * count)
 

@@ -133,7 +133,7 @@ def score(
     embedding = leaves["model.embed_tokens.weight"]
     recipe = recipe_of(config)
     hidden = recipe.narrow(F.embedding(batch.token_ids, embedding))
-    cosine, sine = (table.to(hidden.device) for table in _rotary(batch.lengths, config))
+    cosine, sine = _rotary(batch.lengths, config, hidden.device)
     run = run or functools.partial(decoder_layer, leaves, config)
     routed = []
     rerouted = torch.zeros(len(hidden), dtype=torch.bool, device=hidden.device)
@@ -191,13 +191,16 @@ class _Layer:
         return f"{self._prefix}{name}.weight" in self._leaves
 
 
-def _rotary(lengths: list[int], config: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Cosine and sine [tokens, 1, head_dim] of the rotary position embedding (arXiv:2104.09864), halves layout."""
+def _rotary(lengths: list[int], config: Mapping[str, Any], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosine and sine [tokens, 1, head_dim] of the rotary position embedding (arXiv:2104.09864), halves layout.
+
+    Computed on the CPU for every device: all then rotate by the same numbers.
+    """
     frequencies = inverse_frequencies(Architecture.from_config(config))
     angles = torch.outer(torch.arange(max(lengths)).float(), frequencies)
     angles = torch.cat([angles, angles], dim=-1)[:, None]
-    positions = torch.cat([torch.arange(length) for length in lengths])
-    return angles.cos()[positions], angles.sin()[positions]
+    positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
+    return angles.cos().to(device)[positions], angles.sin().to(device)[positions]
 
 
 def _norm(recipe: Recipe, hidden: Tensor, weight: Tensor, eps: float) -> Tensor:

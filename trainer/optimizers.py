@@ -47,6 +47,9 @@ class AdamW:
     def step(self, learning_rate: float) -> None:
         """Apply the gradients once."""
         self._taken += 1
+        if self._buffers[0].master.is_cuda:
+            self._fused_step(learning_rate)
+            return
         beta1, beta2 = self._betas
         first, second = 1 - beta1**self._taken, 1 - beta2**self._taken
         for buffer, mean, square in zip(self._buffers, self._means, self._squares, strict=True):
@@ -55,6 +58,26 @@ class AdamW:
             scale = square.div(second).sqrt_().add_(self._epsilon)
             buffer.master.mul_(1 - learning_rate * self._decay)
             buffer.master.addcdiv_(mean, scale, value=-learning_rate / first)
+
+    def _fused_step(self, learning_rate: float) -> None:
+        """The same step in one pass over memory, without temporary tensors. Rounds otherwise than `step` on a CPU."""
+        masters, gradients = zip(*((buffer.master, buffer.gradient) for buffer in self._buffers), strict=True)
+        taken = torch.full((), float(self._taken), device=masters[0].device)
+        torch._fused_adamw_(
+            list(masters),
+            list(gradients),
+            self._means,
+            self._squares,
+            [],
+            [taken] * len(masters),
+            lr=learning_rate,
+            beta1=self._betas[0],
+            beta2=self._betas[1],
+            weight_decay=self._decay,
+            eps=self._epsilon,
+            amsgrad=False,
+            maximize=False,
+        )
 
     def state(self) -> dict[str, Tensor]:
         """`adamw.step` and, for each parameter, `adamw.exp_avg.<name>` and `adamw.exp_avg_sq.<name>`."""

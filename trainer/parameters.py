@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from triplane_kernels.blockwise import dequantize_blockwise, quantize_blockwise
+from triplane_kernels.quantize import quantize_weights
 
 from contracts.architectures import parameter_shapes
 from contracts.checkpoints import BLOCK, is_quantized
@@ -78,7 +79,7 @@ class Buffer:
         """Derive codes, scales and leaves from the masters."""
         if self.codes is not None:
             self.codes, self.scales = quantize_stack(self.master, self.power_of_two)
-            self.leaf.copy_(dequantize_stack(self.codes, self.scales))
+            dequantize_into(self.leaf, self.codes, self.scales)
         elif self.leaf is not self.master:
             self.leaf.copy_(self.master.to(self.dtype))
 
@@ -133,7 +134,7 @@ class Parameters:
             for name, (start, end, _) in buffer.spans.items():
                 buffer.codes[start:end] = codes[name].view(buffer.codes[start:end].shape)
                 buffer.scales[start:end] = scales[name].view(buffer.scales[start:end].shape)
-            buffer.leaf.copy_(dequantize_stack(buffer.codes, buffer.scales))
+            dequantize_into(buffer.leaf, buffer.codes, buffer.scales)
             buffer.master.copy_(buffer.leaf)
 
     def masters(self) -> Iterator[tuple[str, Tensor]]:
@@ -158,14 +159,16 @@ class Parameters:
         return norm
 
 
-def draw_masters(config: Mapping[str, Any], seed: int) -> dict[str, Tensor]:
-    """Fresh float32 masters: norms are 1, all others normally distributed with `initializer_range`."""
-    generator = torch.Generator().manual_seed(seed)
+def draw_masters(config: Mapping[str, Any], seed: int, device: str = "cpu") -> dict[str, Tensor]:
+    """Fresh float32 masters: norms are 1, all others normally distributed with `initializer_range`. The same seed draws
+    other numbers on another kind of device.
+    """
+    generator = torch.Generator(device).manual_seed(seed)
     return {
         name: (
-            torch.ones(shape)
+            torch.ones(shape, device=device)
             if len(shape) == 1
-            else torch.empty(shape).normal_(0.0, config["initializer_range"], generator=generator)
+            else torch.empty(shape, device=device).normal_(0.0, config["initializer_range"], generator=generator)
         )
         for name, shape in parameter_shapes(config).items()
     }
@@ -174,7 +177,11 @@ def draw_masters(config: Mapping[str, Any], seed: int) -> dict[str, Tensor]:
 def quantize_stack(matrices: Tensor, power_of_two: bool = False) -> tuple[Tensor, Tensor]:
     """`quantize_blockwise` of each of [matrices, rows, columns]: codes of that shape and scales [matrices, row blocks,
     column blocks]. power_of_two: scales rounded up to powers of two.
+
+    On a GPU the kernel computes the same bits in one pass, without copies of the size of `matrices`.
     """
+    if matrices.is_cuda:
+        return quantize_weights(matrices, power_of_two=power_of_two)
     count, rows, columns = matrices.shape
     padded = torch.nn.functional.pad(matrices, (0, 0, 0, -rows % BLOCK))
     codes, scales = quantize_blockwise(padded.reshape(-1, columns), power_of_two=power_of_two)
@@ -188,6 +195,16 @@ def dequantize_stack(codes: Tensor, scales: Tensor) -> Tensor:
     return dequantize_blockwise(padded.reshape(-1, columns), scales.reshape(-1, scales.shape[2])).view(padded.shape)[
         :, :rows
     ]
+
+
+def dequantize_into(leaf: Tensor, codes: Tensor, scales: Tensor) -> None:
+    """Write `dequantize_stack` into leaf, float32 [matrices, rows, columns]; on a GPU without copies of its size."""
+    count, rows, columns = leaf.shape
+    if not leaf.is_cuda or rows % BLOCK or columns % BLOCK:
+        leaf.copy_(dequantize_stack(codes, scales))
+        return
+    leaf.copy_(codes)
+    leaf.view(count, rows // BLOCK, BLOCK, columns // BLOCK, BLOCK).mul_(scales[:, :, None, :, None])
 
 
 def _buffer(group: str, names: list[str], masters: Mapping[str, Tensor], forward: Forward) -> Buffer:

@@ -185,3 +185,21 @@ def test_a_checkpoint_whose_codes_were_changed_is_run_as_it_is(world: World, tmp
         changed = score(loaded.leaves, config, make_batch(ids)).logprobs
         original = score(load_checkpoint(directory).leaves, config, make_batch(ids)).logprobs
     assert not torch.equal(changed, original)
+
+
+@torch.no_grad()
+def test_the_fused_step_of_a_gpu_is_adamw() -> None:
+    """torch computes it on a CPU too."""
+    found, wanted = parameters(), parameters()
+    steps = AdamW(found.buffers, 0.9, 0.95, 0.1), AdamW(wanted.buffers, 0.9, 0.95, 0.1)
+    for number in range(1, 4):
+        for weights in (found, wanted):
+            for buffer in weights.buffers:
+                buffer.gradient.normal_(generator=torch.Generator().manual_seed(number))
+        steps[0]._taken = number
+        steps[0]._fused_step(1e-2)
+        steps[1].step(1e-2)
+    for one, other in zip(found.buffers, wanted.buffers, strict=True):
+        torch.testing.assert_close(one.master, other.master, rtol=1e-6, atol=1e-7)
+    for name, tensor in steps[0].state().items():
+        torch.testing.assert_close(tensor, steps[1].state()[name], rtol=1e-6, atol=1e-8)
