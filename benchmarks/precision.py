@@ -82,7 +82,7 @@ def run(options: PrecisionOptions) -> Result:
     for name in ("bf16", options.recipe):
         row, losses[name] = _train(name, options)
         rows.append(row)
-        print(json.dumps({**row, "losses": losses[name][:: max(1, options.steps // 10)]}), file=sys.stderr, flush=True)
+        print(json.dumps(row), file=sys.stderr, flush=True)
         gc.collect()
         torch.cuda.empty_cache()
     tail = max(1, options.steps // 10)
@@ -129,6 +129,10 @@ def _train(name: str, options: PrecisionOptions) -> tuple[dict[str, Any], list[f
         optimizer.step(options.learning_rate)
         parameters.requantize()
         losses.append(loss.detach())
+        if (step + 1) % max(1, options.steps // 10) == 0:
+            print(
+                f"{name}: step {step + 1} of {options.steps}, loss {float(losses[-1]):.4f}", file=sys.stderr, flush=True
+            )
     _wait(options)
     speed = options.sequences * options.length * (options.steps - warm) / (time.perf_counter() - began)
     found = [float(loss) for loss in losses]
