@@ -58,6 +58,10 @@ With the cache events of the servers (vLLM: --kv-events-config; ours: serve --ev
 \b
   python -m inference route --replica ... --events-port 5557 --metrics
 
+Several routers before the same servers, which tell each other what they send where:
+
+  python -m inference route --replica ... --redis redis://10.0.0.9:6379/0
+
 Clients send what they would send to a server: POST /v1/completions, /v1/chat/completions or /inference/v1/generate,
 streams included. Two headers help: `X-Session` names a conversation whose prompts continue each other, `X-Group`
 requests with a common prompt. `X-Replica` in a reply names the server. Anybody who reaches the port can send requests.
@@ -113,6 +117,11 @@ def route(
         typer.Option(min=1, max=65534, help="Port at each server for its cache events [default: assume its cache]."),
     ] = None,
     metrics: Annotated[bool, typer.Option("--metrics", help="Answer GET /metrics, for Prometheus.")] = False,
+    redis: Annotated[
+        str | None,
+        typer.Option(envvar="TRIPLANE_REDIS", help="Redis URL through which several routers agree [default: alone]."),
+    ] = None,
+    fleet: Annotated[str, typer.Option(help="Name of the routers that agree there.")] = "default",
     timeout: Annotated[float, typer.Option(min=1, help="Longest silence of a server in a reply, in seconds.")] = 600.0,
     drain: Annotated[
         float | None,
@@ -125,7 +134,7 @@ def route(
     from inference.server.route import route as run
 
     drain_s = default_drain_s() if drain is None else drain
-    run(Routing(",".join(replica), listen, block_tokens, events_port, metrics, timeout, drain_s))
+    run(Routing(",".join(replica), listen, block_tokens, events_port, metrics, redis, fleet, timeout, drain_s))
 
 
 @app.command()

@@ -55,6 +55,7 @@ NEEDS = {
     "initdb": Need(
         ("initdb", "/usr/lib/postgresql/*/bin/initdb"), "PostgreSQL", _debian("postgresql"), ("test", "slow")
     ),
+    "redis-server": Need(("redis-server",), "routers that share a Redis server", _debian("redis-server"), ("test",)),
     # its guest changes users as that of a machine does, whose first process is root
     "root": Need((), "the stand-in for Firecracker", "run the tests as root", ("test", "slow")),
     "chromium": Need(("chromium",), "pages in a browser", _debian("chromium"), ("browser",)),

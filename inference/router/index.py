@@ -93,6 +93,10 @@ class PrefixIndex:
         slot = self._slots.get(key, _NONE)
         return 0 if slot == _NONE else self._depth[slot]
 
+    def reaches(self, key: int, holder: int) -> bool:
+        """Whether a holder has all of a prefix."""
+        return bool(self._reach.get(key, 0) >> holder & 1)
+
     def touch(self, key: int) -> None:
         """Note a use of the prefix, if it is known."""
         slot = self._slots.get(key)

@@ -212,15 +212,36 @@ class Residency:
         if not len(hashes):
             return
         source = self._source(name)
-        holder = source.holder + 1
-        depth = next((depth for depth, holders in depths if holders >> holder & 1), 0)
+        holder, depth = source.holder + 1, self.assumed(name, depths)
         known = next((depth for depth, holders in depths if holders >> source.holder & 1), 0)
         if known:
             self._index.touch(hashes.item(known - 1))
         parent = hashes.item(depth - 1) if depth else None
         if not self._index.store(hashes[depth:].tolist(), holder, parent) and depth < len(hashes):
             self._index.store(hashes.tolist(), holder)  # evicted since the choice
-        tip, end = hashes.item(len(hashes) - 1), now + self._lifetime_s
+        self._lease(source, hashes.item(len(hashes) - 1), now)
+
+    def assumed(self, name: str, depths: Sequence[tuple[int, int]]) -> int:
+        """Blocks of a prompt that the replica is assumed to have. depths: of its prefixes in the index."""
+        holder = self._source(name).holder + 1
+        return next((depth for depth, holders in depths if holders >> holder & 1), 0)
+
+    def continue_assumed(self, name: str, parent: int | None, hashes: Sequence[int], now: float) -> None:
+        """The replica is about to cache blocks after the prefix `parent`, which it is assumed to have; ignored if not.
+
+        hashes: of the prefixes that end with them; none prolongs the lifetime of `parent`.
+        """
+        source = self._source(name)
+        holder = source.holder + 1
+        if parent is not None and not self._index.reaches(parent, holder):
+            return
+        self._index.store(hashes, holder, parent)
+        tip = hashes[-1] if hashes else parent
+        if tip is not None and self._index.reaches(tip, holder):
+            self._lease(source, tip, now)
+
+    def _lease(self, source: _Source, tip: int, now: float) -> None:
+        end = now + self._lifetime_s
         source.leases[tip] = end
         self._ends.append((end, source, tip))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -67,15 +67,15 @@ class Router:
         self, namespace: Namespace, config: RouterConfig | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """namespace: of the policy that replicas serve. clock: seconds."""
-        self._config = config or RouterConfig()
+        self.config = config or RouterConfig()
         self._namespace = namespace.value
         self._clock = clock
-        self._hasher = Fingerprinter(self._config.block_tokens, self._config.key)
-        self.index = PrefixIndex(self._config.blocks)
+        self._hasher = Fingerprinter(self.config.block_tokens, self.config.key)
+        self.index = PrefixIndex(self.config.blocks)
         self.residency = Residency(
-            self.index, self._hasher, capacity=self._config.blocks, lifetime_s=self._config.assumed_s
+            self.index, self._hasher, capacity=self.config.blocks, lifetime_s=self.config.assumed_s
         )
-        self.sessions = Sessions(self._hasher, self._config.sessions)
+        self.sessions = Sessions(self._hasher, self.config.sessions)
         self._columns = Columns()
         self._names: list[str | None] = []
         self._places: dict[str, int] = {}
@@ -84,6 +84,10 @@ class Router:
         """Mean tokens of an answer."""
         self._open: dict[str, set[Decision]] = {}
         """Requests in flight of each replica."""
+        self._elsewhere: dict[str, dict[str, tuple[int, int]]] = {}
+        """Other router -> replica -> tokens of its requests in flight there, and those to compute."""
+        self.begun: Callable[[Decision], None] | None = None
+        """Called with each decision that begins."""
 
     @property
     def replicas(self) -> list[str]:
@@ -93,6 +97,33 @@ class Router:
     def flying(self) -> dict[str, float]:
         """Tokens of the requests in flight at each replica."""
         return {name: float(self._columns.tokens[place]) for name, place in self._places.items()}
+
+    def in_flight(self) -> dict[str, tuple[int, int]]:
+        """Tokens of this router's own requests in flight at each replica that has any, and of those the prompt tokens
+        that were not cached.
+        """
+        return {
+            name: (sum(one.prompt + one.output for one in each), sum(one.prompt - one.cached for one in each))
+            for name, each in self._open.items()
+            if each
+        }
+
+    def elsewhere(self, router: str, loads: Mapping[str, tuple[int, int]]) -> None:
+        """Another router has these requests in flight, as of its `in_flight`, and no others."""
+        before = self._elsewhere.pop(router, {})
+        known = {name: load for name, load in loads.items() if name in self._places}
+        for name in {*before, *known}:
+            (tokens, computing), (had, computed) = known.get(name, (0, 0)), before.get(name, (0, 0))
+            self._columns.load(self._places[name], tokens - had, computing - computed)
+        if known:
+            self._elsewhere[router] = known
+
+    def assume(self, name: str, parent: int | None, hashes: Sequence[int], age: float = 0.0) -> None:
+        """Another router sent a prompt to a replica `age` seconds ago. See Residency.continue_assumed.
+
+        Raises RouterError for an unknown replica.
+        """
+        self.residency.continue_assumed(name, parent, hashes, self._clock() - age)
 
     def add(self, name: str, room: float = np.inf, replay: Replay | None = None) -> None:
         """A replica serves, its cache is empty. room: tokens that it holds. Raises RouterError for a known name.
@@ -116,6 +147,8 @@ class Router:
         self._columns.drop(place)
         self._names[place] = None
         del self._places[name], self._open[name]
+        for loads in self._elsewhere.values():
+            loads.pop(name, None)
 
     def keep(self, serving: Collection[str]) -> None:
         """Remove the replicas that are not among `serving`."""
@@ -176,7 +209,7 @@ class Router:
         depths = self.index.depths(hashes, hints)
         if found is not None:
             found.depths = [*(depth for depth, _ in depths), len(hashes)]
-        cached, uniform = cached_tokens(depths, columns, self._config.block_tokens)
+        cached, uniform = cached_tokens(depths, columns, self.config.block_tokens)
         if group is not None:
             meeting = hash64(group)
         else:
@@ -199,6 +232,8 @@ class Router:
             self._move(decision.session, place, decision.prompt)
         self.residency.expire(now)
         self.residency.assume(decision.replica, decision.hashes, decision.depths, now)
+        if self.begun is not None:
+            self.begun(decision)
 
     def finish(self, decision: Decision, *, seconds: float | None = None, sampled: int = 0) -> None:
         """A request is over. seconds: that its answer took, with `sampled` tokens, or none if it only scored

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import httpx
@@ -29,6 +29,8 @@ _SEEN = 1 << 14
 """Batches whose payloads are recognized when they come again."""
 _ROUND = 64
 """Batches applied at once; then other tasks of the event loop run."""
+Forward = Callable[[str, bytes, bytes], None]
+"""Called with a replica, and sequence number and payload of a batch."""
 _log = logging.getLogger(__name__)
 
 
@@ -38,6 +40,8 @@ class Subscriptions:
     def __init__(self, router: Router, port: int | None) -> None:
         """port: where each replica's host publishes; None: nothing is followed. Raises ConfigError without pyzmq."""
         self._router, self._port = router, port
+        self.forward: Forward | None = None
+        """Gets each batch that was applied."""
         self._followed: dict[str, EventSubscriber] = {}
         if port is not None:
             require("zmq")
@@ -53,7 +57,7 @@ class Subscriptions:
             if name not in self._router.replicas:
                 self._router.add(name)
             if name not in self._followed:
-                self._followed[name] = EventSubscriber(self._router, name, address, self._port)
+                self._followed[name] = EventSubscriber(self._router, name, address, self._port, self.forward)
 
     async def close(self) -> None:
         """Stop following. Idempotent."""
@@ -67,12 +71,13 @@ class Subscriptions:
 class EventSubscriber:
     """Follows one replica until `task` is cancelled. The router must have it until then. Belongs to one event loop."""
 
-    def __init__(self, router: Router, name: str, address: str, port: int) -> None:
-        """address: URL of the replica, whose host publishes at `port` and replays at the next one.
+    def __init__(self, router: Router, name: str, address: str, port: int, forward: Forward | None = None) -> None:
+        """address: URL of the replica, whose host publishes at `port` and replays at the next one. forward: gets each
+        batch that was applied.
 
         Raises ConfigError without pyzmq.
         """
-        self._router, self._name = router, name
+        self._router, self._name, self._forward = router, name, forward
         host = httpx.URL(address).host
         host = f"[{host}]" if ":" in host else host
         self._events, self._replay = f"tcp://{host}:{port}", f"tcp://{host}:{port + 1}"
@@ -128,6 +133,8 @@ class EventSubscriber:
         if batch.sequence < self._router.residency.awaited(self._name):
             return
         self._router.apply(self._name, batch)
+        if self._forward is not None:
+            self._forward(self._name, number, payload)
         self._seen[batch.sequence] = hash(payload)
         if len(self._seen) > _SEEN:
             self._seen.popitem(last=False)

@@ -28,19 +28,20 @@ _FIELDS = {
     "AllBlocksCleared": (),
 }
 """Names of the values of an event that is an array, after its own name."""
+_USES = {"events": "cache events", "redis": "routers that share a Redis server"}
 _WHOLE = ("full_attention", "mla_attention")
 """Kinds of attention whose blocks hold a whole prefix."""
 
 
-def require(module: str) -> Any:
-    """Import a package of the extra `events`. Raises ConfigError where it is not installed."""
+def require(module: str, extra: str = "events") -> Any:
+    """Import a package of an extra. Raises ConfigError where it is not installed."""
     import importlib
 
     try:
         return importlib.import_module(module)
     except ImportError:
         raise ConfigError(
-            f"cache events need the package {module.partition('.')[0]}: pip install 'triplane[events]'"
+            f"{_USES[extra]} need the package {module.partition('.')[0]}: pip install 'triplane[{extra}]'"
         ) from None
 
 

@@ -24,6 +24,7 @@ from starlette.types import Receive, Scope, Send
 from contracts.addresses import parse_addresses
 from contracts.errors import TriplaneError
 from inference.router import Decision, Namespace, Router, RouterConfig
+from inference.router.shared import SharedRouter
 from inference.router.subscriber import Subscriptions
 from inference.server.draining import DrainingServer
 from inference.server.listening import announced, beside, split_address
@@ -61,6 +62,10 @@ class Routing:
     """Port at each server's host where its cache events are published. None: assume what a server has cached."""
     metrics: bool = False
     """Whether /metrics answers."""
+    redis: str | None = None
+    """URL of the Redis server through which routers agree. None: this router is alone."""
+    fleet: str = "default"
+    """Name of the routers that agree there."""
     timeout_s: float = 600.0
     """Longest silence of a server within a reply, in seconds."""
     drain_s: float = 0.0
@@ -71,9 +76,12 @@ class RouterFace:
     """Handlers that share one router. Belongs to one event loop."""
 
     def __init__(self, routing: Routing) -> None:
-        """Raises ConfigError for bad addresses, and without the packages that metrics and events need."""
+        """Raises ConfigError for bad addresses, and without the packages that metrics, events and Redis need."""
         self._router = Router(Namespace(""), RouterConfig(block_tokens=routing.block_tokens))
         self._events = Subscriptions(self._router, routing.events_port)
+        self.shared = None if routing.redis is None else SharedRouter(self._router, routing.redis, routing.fleet)
+        if self.shared is not None:
+            self._events.forward = self.shared.forward
         timeout = httpx.Timeout(routing.timeout_s, connect=10.0, pool=None)
         # no idle connections: httpx compares each of them with all others at every request
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
@@ -103,6 +111,8 @@ class RouterFace:
     async def close(self) -> None:
         """Close the connections."""
         await self._events.close()
+        if self.shared is not None:
+            await self.shared.close()
         await self._client.aclose()
 
     async def _health(self, request: Request) -> JSONResponse:
@@ -223,6 +233,7 @@ class RouterFace:
             {"serving": len(self._router.replicas), "out": len(self.replicas.faults)},
             self._router.flying(),
             {"applied": counters.applied, "lost": counters.lost},
+            {} if self.shared is None else vars(self.shared.counters),
         )
 
 
@@ -266,6 +277,8 @@ async def _run(routing: Routing) -> None:
     server = DrainingServer(face.starlette(), host, port, face.readiness, routing.drain_s)
     try:
         await face.replicas.check()
+        if face.shared is not None:
+            await face.shared.start()
         async with beside(server, face.replicas.watch()), beside(server, _announce(server, face)):
             await server.run_until_told()
     finally:

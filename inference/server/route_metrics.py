@@ -8,6 +8,7 @@ route_repeats_total                  requests that were sent to another replica 
 route_replicas{state}                replicas that serve, and that are left out
 route_flying_tokens{replica}         tokens of requests in flight
 route_event_batches_total{result}    batches of cache events: applied, lost; orphans are blocks
+route_shared_total{result}           with --redis: entries sent, received, unreadable; news dropped; failures of Redis
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ class Look:
     """Tokens in flight by replica."""
     batches: Mapping[str, int]
     """Batches of cache events by result."""
+    shared: Mapping[str, int]
+    """Entries of the Redis stream by result."""
 
 
 class RouteMetrics:
@@ -80,6 +83,7 @@ class _State:
             (GaugeMetricFamily, "route_replicas", "Replicas", "state", found.states),
             (GaugeMetricFamily, "route_flying_tokens", "Tokens of requests in flight", "replica", found.flying),
             (CounterMetricFamily, "route_event_batches", "Batches of cache events", "result", found.batches),
+            (CounterMetricFamily, "route_shared", "Entries shared through Redis", "result", found.shared),
         ):
             family = kind(name, words, labels=(label,))
             for value, amount in values.items():
