@@ -59,14 +59,6 @@ class Counters:
     """Calls of Redis that failed."""
 
 
-@dataclass
-class _Other:
-    """What is known of another router."""
-
-    heard: float
-    """Time of its last entry."""
-
-
 class SharedRouter:
     """Tells the other routers of a fleet what one does, and that one what they do. Belongs to the router's event loop.
 
@@ -83,7 +75,8 @@ class SharedRouter:
         redis = require("redis.asyncio", extra="redis")
         self._errors: tuple[type[Exception], ...] = (require("redis", extra="redis").RedisError, OSError)
         self._refused = require("redis.exceptions", extra="redis").AuthenticationError
-        self._packer, self._unpack = require("msgspec.msgpack").Encoder(), require("msgspec.msgpack").decode
+        msgpack = require("msgspec.msgpack", extra="redis")
+        self._packer, self._unpack = msgpack.Encoder(), msgpack.decode
         try:
             self._redis = redis.from_url(url, protocol=2, socket_connect_timeout=_TIMEOUT_S, socket_timeout=_TIMEOUT_S)
         except (ValueError, TypeError) as error:
@@ -96,7 +89,8 @@ class SharedRouter:
         """Of this router in entries."""
         self.counters = Counters()
         self._news: deque[tuple[Any, ...]] = deque()
-        self._others: dict[str, _Other] = {}
+        self._others: dict[str, float] = {}
+        """Router -> time of its last entry."""
         self._sources: dict[str, str] = {}
         """Replica -> the router whose cache events of it are applied."""
         self._followed: set[str] = set()
@@ -202,8 +196,8 @@ class SharedRouter:
         seconds, micros = await self._redis.time()
         found = await self._redis.xread({self.stream: self._last}, count=_ROUND, block=int(_TIMEOUT_S * 500))
         now = self._clock()
-        for each, other in [*self._others.items()]:
-            if now - other.heard > LOST_S:
+        for each, heard in [*self._others.items()]:
+            if now - heard > LOST_S:
                 self._forget(each)
         for entry, fields in found[0][1] if found else ():
             self._last = entry
@@ -224,7 +218,7 @@ class SharedRouter:
         loads = {str(name): (int(tokens), int(computing)) for name, (tokens, computing) in message["in_flight"].items()}
         self.counters.received += 1
         if age < LOST_S:
-            self._others[sender] = _Other(self._clock() - age)
+            self._others[sender] = self._clock() - age
             self._router.elsewhere(sender, loads)
         for kind, replica, *rest in message.get("news", ()):
             if replica not in self._router.replicas:
