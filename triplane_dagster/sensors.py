@@ -27,6 +27,7 @@ from triplane_dagster.jobs import (
     half_job_name,
     iteration_job_name,
 )
+from triplane_dagster.lost_retries import fail_again
 from triplane_dagster.pools import limit_pools
 from triplane_dagster.private_dagster import UnresolvedAssetJobDefinition
 from triplane_dagster.targets import Target, end_target, last_target
@@ -48,6 +49,7 @@ def continue_sequence(experiment: Experiment, jobs: Sequence[UnresolvedAssetJobD
     def sensor(context: dg.SensorEvaluationContext) -> dg.SensorResult | dg.SkipReason:
         limit_pools(context.instance, [experiment])
         end_dead_runs(context.instance)
+        fail_again(context.instance)
         return next_request(context.instance, open_store(), experiment)
 
     return sensor

@@ -209,6 +209,8 @@ class World:
 
 
 def _given_up(run: dict[str, Any]) -> bool:
-    """Whether nobody launches a failed run again. Dagster says so in a tag, which it adds after the status."""
+    """Whether nobody launches a failed run again. Dagster says so in a tag, which it adds after the status, and takes
+    back when the code server returns.
+    """
     (will_retry,) = [tag["value"] for tag in run["tags"] if tag["key"] == "dagster/will_retry"] or [None]
-    return will_retry == "false" or (will_retry is None and time.time() - (run["endTime"] or time.time()) > 60)
+    return will_retry != "true" and time.time() - (run["endTime"] or time.time()) > 60
