@@ -156,8 +156,19 @@ def _describe(case: str, config: str, kernel: Any) -> Compiled:
         _width(ptx, "ld"),
         _width(ptx, "st"),
         "C7514" in said,
-        "" if metadata.shared <= MOST_SHARED else f"{metadata.shared} bytes of shared memory, more than {MOST_SHARED}",
+        _obstacle(metadata.shared, kernel.asm["ttir"]),
     )
+
+
+def _obstacle(shared: int, ttir: str) -> str:
+    """Why a compiled kernel must not run; "" if it may."""
+    if shared > MOST_SHARED:
+        return f"{shared} bytes of shared memory, more than {MOST_SHARED}"
+    stored = set(re.findall(r"tt\.store %\S+, (%[^\s,]+)", ttir))
+    turned = set(re.findall(r"tt\.trans (%\S+) .*: tensor<[0-9x]*f8E4M3FN", ttir))
+    if stored & turned:
+        return "stores codes and their transpose, which ptxas 12.9 compiles wrongly: see quantize_triton.transpose"
+    return ""
 
 
 def _blocks(registers: int, warps: int, shared: int) -> int:
