@@ -129,10 +129,12 @@ def turn_tokens(tokens: np.ndarray) -> np.ndarray:
     return np.concatenate([tokens, prompt(64, seed=9)])
 
 
-async def test_routers_agree_after_100_000_events(server: Server) -> None:
+@pytest.mark.parametrize("batches", [100, pytest.param(1000, marks=pytest.mark.slow)])
+async def test_routers_agree_after_many_events(server: Server, batches: int) -> None:
+    """A batch has 100 events."""
     async with joined(server) as [(first, shared), (second, other)]:
         random, held, number = np.random.default_rng(0), list[tuple[str, int]](), 0
-        for batch in range(1000):
+        for batch in range(batches):
             events: list[Stored | Removed] = []
             for _ in range(100):
                 if held and random.random() < 0.3:
@@ -146,7 +148,7 @@ async def test_routers_agree_after_100_000_events(server: Server) -> None:
             shared.forward(REPLICAS[0], *encode(made))
             if batch % 20 == 0:
                 await asyncio.sleep(0)
-        await until(lambda: second.residency.awaited(REPLICAS[0]) == 1000)
+        await until(lambda: second.residency.awaited(REPLICAS[0]) == batches)
         assert len(second.index) == len(first.index) == len(held)
         for _, seed in held[:: len(held) // 200]:
             assert predicted(second, prompt(16, seed=seed)) == predicted(first, prompt(16, seed=seed)) != []

@@ -206,6 +206,7 @@ def test_unreachable_sandbox_server_is_never_scored(
     server: Server, tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("envd.client.RPC_GRACE_S", 0.5)
+    monkeypatch.setattr("inference.rollouts.workspace._RETURN_S", 0.5)
 
     def script(turn: int, seed: int) -> Sequence[ToolCallText] | str:
         if turn == 1:

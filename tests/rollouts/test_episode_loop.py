@@ -139,6 +139,7 @@ def test_a_dead_sandbox_server_is_an_infra_error_and_a_fault_of_the_whole_step_w
     profile: str, tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("envd.client.RPC_GRACE_S", 0.2)
+    monkeypatch.setattr("inference.rollouts.workspace._RETURN_S", 0.5)
     with LocalEnvd() as server:
         address = server.address
     script = turns([call("read", path="m.py")], "done")
