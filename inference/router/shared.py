@@ -54,7 +54,7 @@ class Counters:
     dropped: int = 0
     """Prompts and batches that were not sent, since Redis was away too long."""
     unreadable: int = 0
-    """Entries that are none of ours, and were ignored."""
+    """Entries and batches that are none of ours, and were ignored."""
     failures: int = 0
     """Calls of Redis that failed."""
 
@@ -93,6 +93,7 @@ class SharedRouter:
         """Router -> time of its last entry."""
         self._sources: dict[str, str] = {}
         """Replica -> the router whose cache events of it are applied."""
+        self._decoders: dict[str, WireDecoder] = {}
         self._followed: set[str] = set()
         """Replicas whose cache events this router receives itself."""
         self._last: bytes | str = "0"
@@ -208,9 +209,7 @@ class SharedRouter:
             try:
                 self._apply(sender, self._unpack(fields.get(b"data", b"")), age)
             except (ValueError, TypeError, KeyError, AttributeError) as error:
-                self.counters.unreadable += 1
-                if self.counters.unreadable == 1:
-                    _log.warning("%s has an entry that is none of a router: %s; said once", self.stream, error)
+                self._unreadable(f"{self.stream} has an entry that is none of a router: {error}")
             await asyncio.sleep(0)
 
     def _apply(self, sender: str, message: Any, age: float) -> None:
@@ -236,11 +235,16 @@ class SharedRouter:
             source = self._sources[replica] = sender
         if source != sender:
             return
+        decoder = self._decoders.setdefault(replica, WireDecoder())
         try:
-            self._router.apply(replica, WireDecoder().batch(number, payload))
+            self._router.apply(replica, decoder.batch(number, payload))
         except RouterError as error:
-            self.counters.unreadable += 1
-            _log.warning("%s: a batch of cache events is left out: %s", replica, error)
+            self._unreadable(f"{replica}: a batch of cache events is left out: {error}")
+
+    def _unreadable(self, fault: str) -> None:
+        self.counters.unreadable += 1
+        if self.counters.unreadable == 1:
+            _log.warning("%s; said once", fault)
 
     def _forget(self, router: str) -> None:
         del self._others[router]
