@@ -58,8 +58,9 @@ With the cache events of the servers (vLLM: --kv-events-config; ours: serve --ev
 \b
   python -m inference route --replica ... --events-port 5557 --metrics
 
-Several routers before the same servers, which tell each other what they send where:
+Several routers in front of the same servers, which share their state through Redis:
 
+\b
   python -m inference route --replica ... --redis redis://10.0.0.9:6379/0
 
 Clients send what they would send to a server: POST /v1/completions, /v1/chat/completions or /inference/v1/generate,
@@ -119,9 +120,12 @@ def route(
     metrics: Annotated[bool, typer.Option("--metrics", help="Answer GET /metrics, for Prometheus.")] = False,
     redis: Annotated[
         str | None,
-        typer.Option(envvar="TRIPLANE_REDIS", help="Redis URL through which several routers agree [default: alone]."),
+        typer.Option(
+            envvar="TRIPLANE_REDIS",
+            help="URL of the Redis server for the shared state of several routers [default: none].",
+        ),
     ] = None,
-    fleet: Annotated[str, typer.Option(help="Name of the routers that agree there.")] = "default",
+    fleet: Annotated[str, typer.Option(help="Name of the group of routers that share their state.")] = "default",
     timeout: Annotated[float, typer.Option(min=1, help="Longest silence of a server in a reply, in seconds.")] = 600.0,
     drain: Annotated[
         float | None,

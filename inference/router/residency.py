@@ -213,7 +213,7 @@ class Residency:
             return
         source = self._source(name)
         holder, depth = source.holder + 1, self.assumed(name, depths)
-        known = next((depth for depth, holders in depths if holders >> source.holder & 1), 0)
+        known = _held(depths, source.holder)
         if known:
             self._index.touch(hashes.item(known - 1))
         parent = hashes.item(depth - 1) if depth else None
@@ -223,8 +223,7 @@ class Residency:
 
     def assumed(self, name: str, depths: Sequence[tuple[int, int]]) -> int:
         """Blocks of a prompt that the replica is assumed to have. depths: of its prefixes in the index."""
-        holder = self._source(name).holder + 1
-        return next((depth for depth, holders in depths if holders >> holder & 1), 0)
+        return _held(depths, self._source(name).holder + 1)
 
     def continue_assumed(self, name: str, parent: int | None, hashes: Sequence[int], now: float) -> None:
         """The replica is about to cache blocks after the prefix `parent`, which it is assumed to have; ignored if not.
@@ -263,3 +262,8 @@ class Residency:
         if source is None:
             raise RouterError(f"the router has no replica {name!r}: add it before its events and requests")
         return source
+
+
+def _held(depths: Sequence[tuple[int, int]], holder: int) -> int:
+    """Blocks of a prompt that a holder has. depths: of the prompt's prefixes, see PrefixIndex.depths."""
+    return next((depth for depth, holders in depths if holders >> holder & 1), 0)

@@ -86,6 +86,8 @@ class Router:
         """Requests in flight of each replica."""
         self._elsewhere: dict[str, dict[str, tuple[int, int]]] = {}
         """Other router -> replica -> tokens of its requests in flight there, and those to compute."""
+        self.changes = 0
+        """Number of changes of `in_flight` so far."""
         self.begun: Callable[[Decision], None] | None = None
         """Called with each decision that begins."""
 
@@ -147,6 +149,7 @@ class Router:
         self._columns.drop(place)
         self._names[place] = None
         del self._places[name], self._open[name]
+        self.changes += 1
         for loads in self._elsewhere.values():
             loads.pop(name, None)
 
@@ -226,6 +229,7 @@ class Router:
         if self._places.get(decision.replica) != place:
             raise RouterError(f"replica {decision.replica!r} was removed since it was chosen: choose again")
         self._open[decision.replica].add(decision)
+        self.changes += 1
         decision.ahead = int(self._columns.computing[place])
         self._columns.load(place, decision.prompt + decision.output, decision.prompt - decision.cached)
         if decision.session is not None:
@@ -246,6 +250,7 @@ class Router:
         if decision not in flying:
             return
         flying.remove(decision)
+        self.changes += 1
         computed = decision.prompt - decision.cached
         self._columns.load(place, -decision.prompt - decision.output, -computed)
         if seconds is not None:

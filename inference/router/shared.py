@@ -1,11 +1,12 @@
-"""Routers of one fleet agree through a Redis stream: requests in flight, where prompts went, cache events.
+"""Routers of a fleet share their state through a Redis stream: requests in flight, prompts sent, cache events.
 
-    own requests, events followed --every FLUSH_S, one entry--> stream --XREAD--> the other routers' entries --> Router
+    own requests and cache events --an entry every FLUSH_S--> Redis stream --XREAD--> the other routers
 
-Decisions stay local: without Redis each router goes on with what it knows, and forgets the others' requests in flight
-after LOST_S. An entry states all requests in flight of its router, so that a lost one is made good by the next. Of a
-prompt it has only what its replica lacked; a router that misses the blocks before ignores them. A router that joins
-reads what the stream still has. Whoever may write the stream is trusted.
+Decisions stay local: without Redis each router continues with what it knows, and after LOST_S ignores the requests in
+flight of the others. Each entry contains all requests in flight of its router, so that the next entry replaces a lost
+one. Of a prompt, it contains only the blocks that the replica was not assumed to have; a router that does not know the
+preceding blocks ignores them. A router that joins reads the entries that the stream still has. Every client that can
+write to the stream is trusted.
 """
 
 from __future__ import annotations
@@ -28,47 +29,49 @@ from inference.router.router import Decision, Router
 from inference.router.wire import WireDecoder, require
 
 FLUSH_S = 0.01
-"""Seconds for which news are collected before they are sent."""
+"""Seconds for which updates are collected into one entry."""
 BEAT_S = 1.0
-"""Seconds after which a router without news repeats its requests in flight."""
+"""Heartbeat interval of a router without updates, in seconds."""
 LOST_S = 10.0
-"""Seconds without an entry of a router after which its requests in flight count no more."""
+"""Seconds without an entry of a router after which its requests in flight no longer count."""
 ENTRIES = 20_000
-"""Entries that the stream keeps, about."""
+"""Approximate maximum length of the stream, in entries."""
 WAITING = 50_000
-"""Prompts and batches that wait for Redis, at most; the oldest ones are dropped."""
+"""Maximum number of prompts and batches that wait for Redis; beyond it the oldest are dropped."""
 _PAUSES_S = (0.1, 2.0)
-"""First and longest pause before Redis is asked again."""
+"""Initial and maximum backoff after a failed Redis call, in seconds."""
 _TIMEOUT_S = 2.0
 _ROUND = 256
-"""News in one entry, at most; entries read at once."""
+"""Maximum number of updates in one entry, and of entries in one read."""
 _log = logging.getLogger(__name__)
 
 
 @dataclass
 class Counters:
-    """What happened to entries since the start."""
+    """Counts since the start, of entries unless stated."""
 
     sent: int = 0
     received: int = 0
     dropped: int = 0
-    """Prompts and batches that were not sent, since Redis was away too long."""
+    """Prompts and batches dropped because Redis was unavailable for too long."""
     unreadable: int = 0
-    """Entries and batches that are none of ours, and were ignored."""
+    """Entries and batches that could not be decoded or applied, and were ignored."""
     failures: int = 0
-    """Calls of Redis that failed."""
+    """Failed Redis calls."""
 
 
 class SharedRouter:
-    """Tells the other routers of a fleet what one does, and that one what they do. Belongs to the router's event loop.
+    """Publishes the state of one router to the others of its fleet, and applies theirs. Belongs to the router's event
+    loop.
 
-    Routers of other block sizes or other keys have streams of their own.
+    Routers with another block size or key use another stream.
     """
 
     def __init__(
         self, router: Router, url: str, fleet: str = "default", clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """url: redis://[:password@]host:port/db, rediss:// or unix://. fleet: name of the routers that agree.
+        """url: redis://[:password@]host:port/db, rediss:// or unix://. fleet: name of the group of
+        routers that share their state.
 
         Raises ConfigError for an unusable URL, and without the package redis.
         """
@@ -86,31 +89,33 @@ class SharedRouter:
         secret = hashlib.sha256(f"stream {config.key}".encode()).hexdigest()[:16]
         self.stream = f"triplane:routers:{fleet}:{config.block_tokens}:{secret}"
         self.name = uuid.uuid4().hex
-        """Of this router in entries."""
+        """This router's name in entries."""
         self.counters = Counters()
-        self._news: deque[tuple[Any, ...]] = deque()
+        self._updates: deque[tuple[Any, ...]] = deque()
         self._others: dict[str, float] = {}
         """Router -> time of its last entry."""
         self._sources: dict[str, str] = {}
-        """Replica -> the router whose cache events of it are applied."""
+        """Replica -> the router from which its cache events are applied."""
         self._decoders: dict[str, WireDecoder] = {}
         self._followed: set[str] = set()
-        """Replicas whose cache events this router receives itself."""
+        """Replicas whose cache events this router receives from the replica."""
         self._last: bytes | str = "0"
-        self._told: dict[str, tuple[int, int]] = {}
+        """Id of the last entry read."""
+        self._sent_changes = 0
+        """`Router.changes` in the last entry sent."""
         self._away = self._closing = False
         self._tasks: list[asyncio.Task[None]] = []
         router.begun = self._begun
 
     async def start(self) -> None:
-        """Read what the stream has, as far as Redis answers, and go on in the background.
+        """Begin to read and write the stream, in the background; also while Redis is unavailable.
 
         Raises ConfigError if Redis refuses the password.
         """
         try:
             await self._redis.ping()
         except self._errors as error:
-            # the client wraps it where it fails while it connects
+            # redis-py wraps an AuthenticationError during connection setup in a ConnectionError
             if isinstance(error, self._refused) or isinstance(error.__cause__, self._refused):
                 await self._redis.aclose()
                 raise ConfigError(f"Redis refuses the user or the password of its URL: {error}") from None
@@ -118,7 +123,7 @@ class SharedRouter:
         self._tasks = [asyncio.create_task(each) for each in (self._kept(self._send), self._kept(self._receive))]
 
     async def close(self) -> None:
-        """Say that this router has nothing in flight any more, if Redis answers, and stop. Idempotent."""
+        """Stop, and publish that this router has no requests in flight, if Redis is available. Idempotent."""
         self._closing = True
         tasks, self._tasks = self._tasks, []
         for task in tasks:
@@ -128,29 +133,29 @@ class SharedRouter:
             try:
                 await self._add({"in_flight": {}})
             except self._errors:
-                pass  # the others forget it after LOST_S
+                pass  # the others do so after LOST_S
             await self._redis.aclose()
 
     def forward(self, replica: str, number: bytes, payload: bytes) -> None:
-        """Pass a batch of cache events on, as vLLM publishes them (`inference.router.wire`), that was applied here."""
+        """Publish a batch of cache events that was applied here, in vLLM's format (`inference.router.wire`)."""
         self._followed.add(replica)
-        self._tell("events", replica, number, payload)
+        self._publish("events", replica, number, payload)
 
     def _begun(self, decision: Decision) -> None:
         had = self._router.residency.assumed(decision.replica, decision.depths)
         parent = decision.hashes.item(had - 1) if had else None
-        self._tell("prompt", decision.replica, parent, decision.hashes[had:].tobytes())
+        self._publish("prompt", decision.replica, parent, decision.hashes[had:].tobytes())
 
-    def _tell(self, *news: Any) -> None:
-        self._news.append(news)
-        if len(self._news) > WAITING:
-            self._news.popleft()
+    def _publish(self, *update: Any) -> None:
+        self._updates.append(update)
+        if len(self._updates) > WAITING:
+            self._updates.popleft()
             self.counters.dropped += 1
 
     async def _kept(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Repeat `work`; after a failure with pauses."""
+        """Repeat `work` until the end, with a backoff after failures."""
         pause = _PAUSES_S[0]
-        while not self._closing:  # a cancellation may be lost within the client
+        while not self._closing:  # redis-py may swallow a cancellation
             try:
                 await work()
             except self._errors as error:
@@ -170,21 +175,21 @@ class SharedRouter:
             _log.warning("Redis fails (%s): routing goes on by what this router does itself; said once", error)
 
     async def _send(self) -> None:
-        """Send the news of FLUSH_S, or the requests in flight after BEAT_S without any."""
+        """Send one entry: the updates of FLUSH_S, or after BEAT_S without changes a heartbeat."""
         waited = 0.0
-        while waited < BEAT_S and not self._news and self._router.in_flight() == self._told:
+        while waited < BEAT_S and not self._updates and self._router.changes == self._sent_changes:
             await asyncio.sleep(FLUSH_S)
             waited += FLUSH_S
         if not waited:
             await asyncio.sleep(FLUSH_S)
-        news = [self._news.popleft() for _ in range(min(_ROUND, len(self._news)))]
-        told = self._router.in_flight()
+        updates = [self._updates.popleft() for _ in range(min(_ROUND, len(self._updates)))]
+        changes = self._router.changes
         try:
-            await self._add({"in_flight": told, "news": news})
+            await self._add({"in_flight": self._router.in_flight(), "updates": updates})
         except self._errors:
-            self._news.extendleft(reversed(news))
+            self._updates.extendleft(reversed(updates))
             raise
-        self._told = told
+        self._sent_changes = changes
 
     async def _add(self, message: dict[str, Any]) -> None:
         await self._redis.xadd(
@@ -193,7 +198,7 @@ class SharedRouter:
         self.counters.sent += 1
 
     async def _receive(self) -> None:
-        """Apply the next entries of others."""
+        """Apply the next entries of other routers."""
         seconds, micros = await self._redis.time()
         found = await self._redis.xread({self.stream: self._last}, count=_ROUND, block=int(_TIMEOUT_S * 500))
         now = self._clock()
@@ -219,17 +224,19 @@ class SharedRouter:
         if age < LOST_S:
             self._others[sender] = self._clock() - age
             self._router.elsewhere(sender, loads)
-        for kind, replica, *rest in message.get("news", ()):
+        for kind, replica, *rest in message.get("updates", ()):
             if replica not in self._router.replicas:
                 continue
             if kind == "prompt":
                 parent, hashes = rest
                 self._router.assume(replica, parent, np.frombuffer(hashes, np.uint64).tolist(), age)
             elif kind == "events" and replica not in self._followed:
-                self._followed_elsewhere(sender, replica, *rest)
+                self._apply_events(sender, replica, *rest)
 
-    def _followed_elsewhere(self, sender: str, replica: str, number: bytes, payload: bytes) -> None:
-        """Apply a batch of cache events. One router's at a time: another's may begin anew, which is no restart."""
+    def _apply_events(self, sender: str, replica: str, number: bytes, payload: bytes) -> None:
+        """Apply a batch of cache events of a replica, from one router at a time: batch 0 from another router is no
+        restart of the replica.
+        """
         source = self._sources.setdefault(replica, sender)
         if source != sender and source not in self._others:
             source = self._sources[replica] = sender

@@ -63,9 +63,9 @@ class Routing:
     metrics: bool = False
     """Whether /metrics answers."""
     redis: str | None = None
-    """URL of the Redis server through which routers agree. None: this router is alone."""
+    """URL of the Redis server through which several routers share their state. None: nothing is shared."""
     fleet: str = "default"
-    """Name of the routers that agree there."""
+    """Name of the group of routers that share their state."""
     timeout_s: float = 600.0
     """Longest silence of a server within a reply, in seconds."""
     drain_s: float = 0.0

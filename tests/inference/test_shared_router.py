@@ -116,7 +116,7 @@ async def test_what_one_router_sends_counts_at_the_other(server: Server) -> None
         again = second.choose(tokens, max_tokens=40)
         assert (again.replica, again.cached) == (decision.replica, 160)
         # what the replica lacks is all that is told of the next turn
-        turn = first.choose(np.concatenate([tokens, prompt(64, seed=9)]), max_tokens=40)
+        turn = first.choose(turn_tokens(tokens), max_tokens=40)
         first.begin(turn)
         await until(lambda: second.choose(turn_tokens(tokens), max_tokens=1).cached == 224)
         for each in (decision, turn):
