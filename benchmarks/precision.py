@@ -175,14 +175,14 @@ def _batch(options: PrecisionOptions, step: int) -> Batch:
     follows[:, 0] = False
     places = torch.arange(length).expand(count, length)
     drawn = torch.where(follows, 0, places).cummax(1).values
-    # k steps of the chain are x * factor[k] + shift[k]
+    steps = places - drawn
+    # after k steps of the chain, x has become x * factor[k] + shift[k]
     size = min(options.vocabulary, FEW)
     factor, shift = [1], [0]
-    for _ in range(int((places - drawn).max())):
+    for _ in range(int(steps.max())):
         factor.append(factor[-1] * FACTOR % size)
         shift.append((shift[-1] * FACTOR + SHIFT) % size)
-    taken = places - drawn
-    chained = (free.gather(1, drawn) * torch.tensor(factor)[taken] + torch.tensor(shift)[taken]) % size
+    chained = (free.gather(1, drawn) * torch.tensor(factor)[steps] + torch.tensor(shift)[steps]) % size
     flat = torch.where(follows, chained, free).flatten().to(options.device)
     rows = torch.cat([torch.arange(length - 1) + length * index for index in range(count)]).to(options.device)
     return Batch(flat, rows, flat[rows + 1], rows // length, [length] * count)

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from triplane_kernels import quantize_reference
 from triplane_kernels.rounding_triton import (
     INFINITY_BITS,
     block_scale,
@@ -132,7 +133,7 @@ def quantize_weights(w: Tensor, power_of_two: bool, transposed: bool) -> tuple[T
     if codes.numel():
         launch(lookup("quantize_weights", tuple(w.shape), WEIGHT_CONFIGS, launch, small=SQUARE_SMALL))
     if transposed:
-        return codes, scales, transpose(codes), scales.mT.clone(memory_format=torch.contiguous_format)
+        return codes, scales, transpose(codes), quantize_reference.transpose(scales)
     return codes, scales, codes.new_empty(0, columns, rows), scales.new_empty(0, column_blocks, row_blocks)
 
 

@@ -10,13 +10,12 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 
 import pytest
 import torch
-from kernel_inputs import Way, WayName
+from kernel_inputs import Way, WayName, first_that_fits
 from triplane_kernels import tuning
-from triplane_kernels.tuning import Config, Results
 
 GPU_SECONDS = 240
 """A test on a GPU compiles what it runs; one that takes longer hangs."""
@@ -78,21 +77,8 @@ def _first_configurations(monkeypatch: pytest.MonkeyPatch) -> None:
     What is kept is not taken either.
     """
     assert os.environ.get("TRITON_INTERPRET") is None, "unset TRITON_INTERPRET to test on a GPU"
-    monkeypatch.setattr(tuning, "search", _first_that_fits)
+    monkeypatch.setattr(tuning, "search", first_that_fits)
     monkeypatch.setattr(tuning, "_keep", lambda op, name, found: None)
     monkeypatch.setattr(tuning, "_packaged", lambda device: {})
     monkeypatch.setattr(tuning, "read_table", lambda path: {})
     tuning._remembered.clear()
-
-
-def _first_that_fits(op: str, candidates: Sequence[Config], run: Callable[[Config], Results]) -> Config:
-    """The first configuration that the device does not refuse for its shared memory or registers."""
-    from triton.runtime.errors import OutOfResources
-
-    for candidate in candidates[:-1]:
-        try:
-            run(candidate)
-        except OutOfResources:
-            continue
-        return dict(candidate)
-    return dict(candidates[-1])

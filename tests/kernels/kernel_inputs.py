@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
+from triplane_kernels.tuning import Config, Results
 
 T = TypeVar("T")
 WayName = Literal["reference", "interpreter", "gpu"]
@@ -31,6 +32,19 @@ class Way:
     def pick(self, small: T, real: T) -> T:
         """`real` on a GPU, else `small`: the interpreter runs a program of a grid in milliseconds."""
         return real if self.name == "gpu" else small
+
+
+def first_that_fits(op: str, candidates: Sequence[Config], run: Callable[[Config], Results]) -> Config:
+    """The first configuration that the device does not refuse for its shared memory or registers."""
+    from triton.runtime.errors import OutOfResources
+
+    for candidate in candidates[:-1]:
+        try:
+            run(candidate)
+        except OutOfResources:
+            continue
+        return dict(candidate)
+    return dict(candidates[-1])
 
 
 def generator(seed: int) -> torch.Generator:

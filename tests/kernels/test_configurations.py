@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_inputs import generator
+from kernel_inputs import first_that_fits, generator, normal, offsets_of, relative_error
 from torch import Tensor
 from triplane_kernels import tuning
 from triplane_kernels.gemm import gemm
@@ -22,7 +22,7 @@ from triplane_kernels.tuning import Config, Results
 pytestmark = pytest.mark.gpu
 ROWS, WIDTH, DEPTH, GROUPS = 2048, 768, 1024, 8
 NEAR = 0.01
-"""Largest relative distance of results with other sums; codes must be equal."""
+"""Largest relative error, and largest share of unequal codes: sums in another order change single ones."""
 Case = Callable[[torch.device], object]
 CASES: dict[str, Case] = {}
 
@@ -33,12 +33,12 @@ def case(function: Case) -> Case:
 
 
 def drawn(device: torch.device, *shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.randn(shape, generator=generator(seed)).to(device, dtype)
+    return normal(*shape, seed=seed).to(device, dtype)
 
 
 def offsets(device: torch.device) -> Tensor:
     """Groups of unequal sizes, one of them empty."""
-    return torch.tensor([0, 128, 128, 640, 768, 1024, 1408, 1920, ROWS], dtype=torch.int32, device=device)
+    return offsets_of((128, 0, 512, 128, 256, 384, 512, 128), device)
 
 
 @case
@@ -135,22 +135,17 @@ def tensors(found: Any) -> Iterator[Tensor]:
 
 
 def distance(found: Tensor, wanted: Tensor) -> float:
-    """Share of unequal elements for codes and indices, else the relative distance; infinite for other shapes."""
-    if found.shape != wanted.shape:
-        return float("inf")
+    """Share of unequal elements for codes and indices, else the relative error."""
+    assert found.shape == wanted.shape
     if not found.is_floating_point() or found.element_size() == 1:
         return float((found.float() != wanted.float()).float().mean())
-    found, wanted = found.double(), wanted.double()
-    off = float((found - wanted).norm() / wanted.norm().clamp(min=1e-30))
-    return off if off == off else float("inf")
+    return relative_error(found, wanted)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_configuration_gives_the_references_results(
     gpu: torch.device, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from triton.runtime.errors import OutOfResources
-
     monkeypatch.setenv("TRIPLANE_KERNELS", "reference")
     wanted = list(tensors(CASES[name](gpu)))
     monkeypatch.setenv("TRIPLANE_KERNELS", "triton")
@@ -159,11 +154,8 @@ def test_every_configuration_gives_the_references_results(
     def numbered(op: str, candidates: Sequence[Config], run: Callable[[Config], Results]) -> Config:
         nonlocal most
         most = max(most, len(candidates))
-        used[op] = dict(candidates[number % len(candidates)])
-        try:
-            run(dict(used[op]))
-        except OutOfResources:
-            used[op] = dict(candidates[-1])
+        first = number % len(candidates)
+        used[op] = first_that_fits(op, [*candidates[first:], *candidates[:first]], run)
         return dict(used[op])
 
     monkeypatch.setattr(tuning, "search", numbered)
@@ -171,9 +163,8 @@ def test_every_configuration_gives_the_references_results(
         tuning._remembered.clear()
         used.clear()
         found = list(tensors(CASES[name](gpu)))
-        # codes of results that were summed in another order differ in single steps
         off = [round(distance(*pair), 6) for pair in zip(found, wanted, strict=True)]
-        if any(each > NEAR for each in off):
+        if not all(each <= NEAR for each in off):  # NaN is wrong
             wrong.append(f"{used}: {off}")
         number += 1
     assert not wrong, "\n".join(wrong)
