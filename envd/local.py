@@ -104,7 +104,7 @@ class LocalEnvd:
         self._stop()
 
     def _keep(self, ready: Future[None]) -> None:
-        """Start a server and wait for its end, again and again with `revive`.
+        """Start a server and wait until it exits; with `revive`, start it again each time.
 
         Runs in a thread that lasts as long as the servers: the kernel ends a child when the thread that started it
         ends.

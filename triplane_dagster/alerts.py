@@ -16,6 +16,7 @@ import dagster as dg
 import httpx
 
 from triplane_dagster.jobs import EXPERIMENT_TAG
+from triplane_dagster.lost_retries import WILL_RETRY_TAG
 
 VARIABLE = "TRIPLANE_ALERT_WEBHOOK"
 EMAIL_VARIABLE, SMTP_VARIABLE = "TRIPLANE_ALERT_EMAIL", "TRIPLANE_ALERT_SMTP"
@@ -24,8 +25,6 @@ the start. smtp:// uses STARTTLS where the server offers it, and refuses to send
 """
 TIMEOUT_S = 10.0
 """Time for the only attempt, in seconds: a sensor's tick must end within a minute."""
-RETRIED_TAG = "dagster/will_retry"
-"""Set by Dagster on a failed run that `run_retries` launches again."""
 NO_RECEIVER = dg.SkipReason(f"neither {VARIABLE} nor {EMAIL_VARIABLE} is set")
 _MAX_TEXT = 2000
 _UNSAID = "This run has been marked as failed from outside the execution context."
@@ -43,7 +42,7 @@ def alert_on_failure(context: dg.RunFailureSensorContext) -> dg.SkipReason | Non
     if not has_receiver():
         return NO_RECEIVER
     run = context.dagster_run
-    if run.tags.get(RETRIED_TAG) == "true":
+    if run.tags.get(WILL_RETRY_TAG) == "true":
         return dg.SkipReason(f"the process of run {run.run_id} died; Dagster launches it again")
     tell(message(context), context.log)
     return None

@@ -1,5 +1,5 @@
-"""Have Dagster launch a failed run again that it could not: the code server was away just then, as in a drain that took
-both. Dagster's daemon tries once, and then never again.
+"""Retries of runs that Dagster's daemon gave up because the code server was unreachable, for example after a node drain
+that evicted the run's pod and the code server. The daemon tries to launch a retry once.
 """
 
 from __future__ import annotations
@@ -9,16 +9,18 @@ from datetime import UTC, datetime, timedelta
 import dagster as dg
 
 FAILED = "Failed to retry run"
-"""Dagster's event of a run that should be launched again, and was not."""
+"""Message of Dagster's event for a retry that it could not launch."""
 ATTEMPTS = 5
-WILL_RETRY_TAG, PARENT_TAG, RETRY_TAG = "dagster/will_retry", "dagster/parent_run_id", "dagster/retry_number"
+WILL_RETRY_TAG = "dagster/will_retry"
+"""Set by Dagster on a failed run: whether `run_retries` launches it again."""
+PARENT_TAG, RETRY_TAG = "dagster/parent_run_id", "dagster/retry_number"
 _RECENT = timedelta(hours=1)
 
 
 def fail_again(instance: dg.DagsterInstance) -> list[str]:
-    """Report the failure of such runs once more: the daemon acts on that event alone. Returns their ids.
+    """Report the failure event of such runs again, which makes the daemon retry them. Returns their ids.
 
-    Not for a run that somebody has re-executed since, that failed longer than an hour ago, or after five attempts.
+    Leaves out runs that somebody has re-executed, that failed more than an hour ago, or after ATTEMPTS attempts.
     """
     given_up = dg.RunsFilter(
         statuses=[dg.DagsterRunStatus.FAILURE],
@@ -41,6 +43,6 @@ def _is_lost(instance: dg.DagsterInstance, run: dg.DagsterRun) -> bool:
     ]
     if not told or told[-1] or told.count(False) >= ATTEMPTS:
         return False
-    # the daemon may have made the repetition and not submitted it, which it then does
+    # the daemon may have created the retry without submitting it; it then submits that one
     again = instance.get_runs(dg.RunsFilter(tags={PARENT_TAG: run.run_id}))
     return all(each.status is dg.DagsterRunStatus.NOT_STARTED and RETRY_TAG in each.tags for each in again)

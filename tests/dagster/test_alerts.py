@@ -25,7 +25,6 @@ from resources.experiment import Experiment, ScheduleConfig
 from triplane_dagster.alerts import (
     EMAIL_VARIABLE,
     NO_RECEIVER,
-    RETRIED_TAG,
     SMTP_VARIABLE,
     VARIABLE,
     alert_on_failure,
@@ -34,6 +33,7 @@ from triplane_dagster.alerts import (
 from triplane_dagster.assembly import definitions_for
 from triplane_dagster.executors import step_executor
 from triplane_dagster.jobs import EXPERIMENT_TAG
+from triplane_dagster.lost_retries import WILL_RETRY_TAG
 from triplane_dagster.overdue import overdue_messages, overdue_sensors
 from triplane_dagster.targets import begin_target
 
@@ -81,9 +81,9 @@ def test_a_run_that_is_launched_again_alerts_nobody(
 ) -> None:
     monkeypatch.setenv(VARIABLE, hook.url)
     tags = cast("dict[str, str]", failed.dagster_run.tags)
-    tags[RETRIED_TAG] = "true"
+    tags[WILL_RETRY_TAG] = "true"
     assert isinstance(alert_on_failure(failed), dg.SkipReason) and hook.posted == []
-    tags[RETRIED_TAG] = "false"
+    tags[WILL_RETRY_TAG] = "false"
     assert alert_on_failure(failed) is None and len(hook.posted) == 1
 
 
