@@ -1,6 +1,4 @@
-"""torch's implementations of the same products: block-scaled `_scaled_mm`, `_grouped_mm`, row-scaled
-`_scaled_grouped_mm`, and a loop.
-"""
+"""torch's implementations of the same products: `_grouped_mm`, row-scaled `_scaled_grouped_mm`, and a loop."""
 
 from __future__ import annotations
 
@@ -11,21 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.kernels_case import Work
-
-BLOCK = 128
-
-
-def scaled_mm(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> Work:
-    """`torch.nn.functional.scaled_mm` on the same codes and scales: 1x128 by 128x128, which cuBLAS computes on Hopper
-    from CUDA 12.9 on.
-    """
-    (a_codes, a_scales), (b_codes, b_scales) = a, b
-    left = a_scales.t().contiguous().t()
-    # cuBLAS reads b's scales with K outermost-contiguous, padded to whole groups of four blocks.
-    blocks = b_scales.shape[1]
-    right = F.pad(b_scales, (0, -blocks % 4)).contiguous().t()
-    across, square = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
-    return lambda: F.scaled_mm(a_codes, b_codes.t(), left, across, right, square, output_dtype=torch.bfloat16)
 
 
 def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Work:

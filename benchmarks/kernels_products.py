@@ -37,7 +37,7 @@ def dense(sizes: Sizes, device: torch.device) -> Iterator[Case]:
         lambda: relative_error(gemm(left, right)[:SAMPLE], a[:SAMPLE].float() @ b.float().t()),
         PRODUCT,
         peers={
-            "scaled_mm, same blocks": lambda: peers.scaled_mm(left, right),
+            "Triton kernel": lambda: _forced("triton", lambda: gemm(left, right)),
             "bfloat16 mm": lambda: lambda: a @ b.t(),
         },
     )
@@ -115,7 +115,11 @@ class _Grouped:
         """Forward in FP8, with Gluon forced; by default tuning selects the faster kernel."""
         left, weights, offsets = quantize_activations(self._a), quantize_weights(self._b), self._offsets
         return self._case(
-            "forward", "FP8 on Gluon", _on_gluon(lambda: grouped_gemm(left, weights, offsets)), self._forward, PRODUCT
+            "forward",
+            "FP8 on Gluon",
+            _forced("gluon", lambda: grouped_gemm(left, weights, offsets)),
+            self._forward,
+            PRODUCT,
         )
 
     def _case(
@@ -167,12 +171,12 @@ class _Grouped:
         return self._gradient[begin:end].float().t() @ self._a[begin:end].float(), lambda out: out[group]
 
 
-def _on_gluon(work: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """The same call with the Gluon kernel forced."""
+def _forced(way: str, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """The same call with that implementation forced."""
 
     def forced() -> Tensor:
         before = os.environ.get(FORCE, "")
-        os.environ[FORCE] = "gluon"
+        os.environ[FORCE] = way
         try:
             return work()
         finally:

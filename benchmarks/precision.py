@@ -3,7 +3,9 @@
 for each recipe: the same masters -> warm-up steps -> timed steps of (forward, backward, AdamW, requantize) -> losses
 
 Sequences are drawn from a fixed random process, so that there is something to learn. Parity compares the mean losses of
-the last tenth of the steps.
+the last tenth of the steps. Trainings that differ by rounding alone drift apart, too; therefore each recipe trains from
+the same masters, and again from masters changed by as much as bfloat16 rounds them. The spread of bf16's losses is what
+a gap must be compared with.
 """
 
 from __future__ import annotations
@@ -12,7 +14,9 @@ import gc
 import json
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Mapping
+from statistics import mean, median
 from typing import Any, Literal
 
 import torch
@@ -26,6 +30,7 @@ from trainer.model_config import ModelConfig
 from trainer.optimizers import AdamW
 from trainer.parameters import Parameters, draw_masters
 from trainer.precision import with_precision
+from trainer.schedule import Schedule, rate_factor
 
 GIB = 2**30
 FACTOR, SHIFT, FEW = 31, 7, 1024
@@ -66,7 +71,11 @@ class PrecisionOptions(Options):
     length: int = Field(4096, ge=8)
     """Tokens of a sequence."""
     learning_rate: float = Field(3e-4, gt=0)
-    """Of AdamW."""
+    """Of AdamW, after a linear warm-up over the first tenth of the steps."""
+    schedule: Schedule = "cosine"
+    """Course of the learning rate after the warm-up, down to a tenth."""
+    repeats: int = Field(3, ge=1)
+    """Trainings of each recipe."""
     peak_tflops: float = Field(989.0, gt=0)
     """Dense bfloat16 peak of the device, the denominator of MFU of both recipes. H100 and H200: 989."""
 
@@ -78,38 +87,46 @@ def run(options: PrecisionOptions) -> Result:
     """Train by bf16 and by `options.recipe`. Raises NotHereError without the device."""
     if options.device == "cuda" and not torch.cuda.is_available():
         raise NotHereError("precision: this machine has no CUDA device: run it on one, or with --device cpu")
-    rows, losses = [], {}
-    for name in ("bf16", options.recipe):
-        row, losses[name] = _train(name, options)
-        rows.append(row)
-        print(json.dumps(row), file=sys.stderr, flush=True)
-        gc.collect()
-        torch.cuda.empty_cache()
-    tail = max(1, options.steps // 10)
-    ends = [sum(found[-tail:]) / tail for found in losses.values()]
-    plain, rounded = rows
+    rows: list[dict[str, Any]] = []
+    ends: dict[str, list[float]] = defaultdict(list)
+    for repeat in range(options.repeats):
+        for name in ("bf16", options.recipe):
+            rows.append(train(name, options, repeat))
+            ends[name].append(rows[-1]["loss at the end"])
+            print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+            gc.collect()
+            torch.cuda.empty_cache()
+    plain, rounded = ends["bf16"], ends[options.recipe]
+
+    def middle(name: str, figure: str) -> float:
+        return float(median(row[figure] for row in rows if row["recipe"] == name))
+
     metrics = {
-        "loss_gap_percent": 100 * abs(ends[1] / ends[0] - 1),
-        "speed_ratio": rounded["tokens/s"] / plain["tokens/s"],
-        "recipe_tokens_per_second": rounded["tokens/s"],
-        "recipe_mfu_percent": rounded["MFU %"],
-        "recipe_peak_gib": rounded["peak GiB"],
-        "bf16_tokens_per_second": plain["tokens/s"],
-        "bf16_mfu_percent": plain["MFU %"],
-        "bf16_peak_gib": plain["peak GiB"],
+        "loss_gap_percent": 100 * abs(mean(rounded) / mean(plain) - 1),
+        "bf16_loss_spread_percent": 100 * (max(plain) - min(plain)) / mean(plain),
+        "speed_ratio": middle(options.recipe, "tokens/s") / middle("bf16", "tokens/s"),
     }
+    for prefix, name in (("recipe", options.recipe), ("bf16", "bf16")):
+        metrics[f"{prefix}_tokens_per_second"] = middle(name, "tokens/s")
+        metrics[f"{prefix}_mfu_percent"] = middle(name, "MFU %")
+        metrics[f"{prefix}_peak_gib"] = middle(name, "peak GiB")
     where = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
     size = f"{options.sequences} x {options.length} tokens a step, {options.steps} steps"
-    note = f"{where}; {size}; losses are compared over the last {tail}"
+    note = f"{where}; {size}; losses are compared over the last tenth"
     return Result(metrics, rows, [note], judged=options.device == "cuda")
 
 
-def _train(name: str, options: PrecisionOptions) -> tuple[dict[str, Any], list[float]]:
-    """(row of figures, loss of every step) of a training by one recipe."""
+def train(name: str, options: PrecisionOptions, repeat: int) -> dict[str, Any]:
+    """Figures of a training by recipe `name`. repeat: 0 starts from the drawn masters, others from perturbed ones."""
     config = with_precision(
         _model(options).hf_config(options.vocabulary), RlConfig.model_validate({"precision": SETTINGS[name]}).precision
     )
     masters = draw_masters(config, 0, options.device)
+    if repeat:
+        generator = torch.Generator(options.device).manual_seed(repeat)
+        for master in masters.values():
+            noise = torch.empty_like(master).normal_(generator=generator)
+            master.addcmul_(master, noise, value=2.0**-9)
     parameters = Parameters.from_masters(config, masters)
     del masters
     optimizer = AdamW(parameters.buffers, 0.9, 0.95)
@@ -126,7 +143,8 @@ def _train(name: str, options: PrecisionOptions) -> tuple[dict[str, Any], list[f
         loss = -score(parameters.leaves, config, _batch(options, step)).logprobs.mean()
         loss.backward()  # type: ignore[no-untyped-call]
         parameters.clip_gradients(1.0)
-        optimizer.step(options.learning_rate)
+        factor = rate_factor(options.schedule, step, options.steps // 10, options.steps, 0.1)
+        optimizer.step(options.learning_rate * factor)
         parameters.requantize()
         losses.append(loss.detach())
         if (step + 1) % max(1, options.steps // 10) == 0:
@@ -136,10 +154,17 @@ def _train(name: str, options: PrecisionOptions) -> tuple[dict[str, Any], list[f
     _wait(options)
     speed = options.sequences * options.length * (options.steps - warm) / (time.perf_counter() - began)
     found = [float(loss) for loss in losses]
-    peak = torch.cuda.max_memory_allocated() / GIB if options.device == "cuda" else float("nan")
-    utilization = 100 * speed * _flops(options) / (options.peak_tflops * 1e12)
-    row = {"recipe": name, "tokens/s": speed, "MFU %": utilization, "peak GiB": peak}
-    return {**row, "first loss": found[0], "last loss": found[-1]}, found
+    tail = max(1, options.steps // 10)
+    cuda = options.device == "cuda"
+    return {
+        "recipe": name,
+        "repeat": repeat,
+        "tokens/s": speed,
+        "MFU %": 100 * speed * _flops(options) / (options.peak_tflops * 1e12),
+        "peak GiB": torch.cuda.max_memory_allocated() / GIB if cuda else float("nan"),
+        "first loss": found[0],
+        "loss at the end": sum(found[-tail:]) / tail,
+    }
 
 
 def _model(options: PrecisionOptions) -> ModelConfig:

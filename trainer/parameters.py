@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from triplane_kernels.blockwise import dequantize_blockwise, quantize_blockwise
-from triplane_kernels.quantize import quantize_weights
+from triplane_kernels.quantize import dequantize_weights_into, quantize_weights
 
 from contracts.architectures import parameter_shapes
 from contracts.checkpoints import BLOCK, is_quantized
@@ -198,13 +198,11 @@ def dequantize_stack(codes: Tensor, scales: Tensor) -> Tensor:
 
 
 def dequantize_into(leaf: Tensor, codes: Tensor, scales: Tensor) -> None:
-    """Write `dequantize_stack` into leaf, float32 [matrices, rows, columns]; on a GPU without copies of its size."""
-    count, rows, columns = leaf.shape
-    if not leaf.is_cuda or rows % BLOCK or columns % BLOCK:
+    """Write `dequantize_stack` into leaf, float32 [matrices, rows, columns]; on a GPU in one pass."""
+    if leaf.is_cuda:
+        dequantize_weights_into(leaf, codes, scales)
+    else:
         leaf.copy_(dequantize_stack(codes, scales))
-        return
-    leaf.copy_(codes)
-    leaf.view(count, rows // BLOCK, BLOCK, columns // BLOCK, BLOCK).mul_(scales[:, :, None, :, None])
 
 
 def _buffer(group: str, names: list[str], masters: Mapping[str, Tensor], forward: Forward) -> Buffer:

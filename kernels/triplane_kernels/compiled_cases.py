@@ -17,7 +17,13 @@ from triplane_kernels.gemm import gemm
 from triplane_kernels.grouped_gemm import grouped_gemm, grouped_gemm_dgrad, grouped_gemm_wgrad
 from triplane_kernels.loss_head import loss_head
 from triplane_kernels.permute import permute, unpermute
-from triplane_kernels.quantize import quantize_activations, quantize_both, quantize_mx, quantize_weights_both
+from triplane_kernels.quantize import (
+    dequantize_weights_into,
+    quantize_activations,
+    quantize_both,
+    quantize_mx,
+    quantize_weights_both,
+)
 from triplane_kernels.router import route
 from triplane_kernels.swiglu import swiglu, swiglu_backward, swiglu_backward_quantized, swiglu_quantized
 
@@ -62,7 +68,8 @@ def _quantize() -> None:
     quantize_activations(x)
     quantize_both(x)
     quantize_mx(x)
-    quantize_weights_both(x[None])
+    codes, scales, *_ = quantize_weights_both(x[None])
+    dequantize_weights_into(_empty(1, 256, 1024, dtype=FLOAT), codes, scales)
 
 
 @case("quantize, stochastic")

@@ -10,7 +10,7 @@ call.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
@@ -30,7 +30,6 @@ def operator(
     fake: Callable[..., R],
     save: Callable[[Any, tuple[Any, ...], Any], None] | None = None,
     backward: Callable[..., Gradients] | None = None,
-    mutates: Sequence[str] = (),
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Register the decorated function as `torch.ops.triplane.<name>` and return that operator, with the same call
     signature.
@@ -44,13 +43,12 @@ def operator(
     device, and reads no values. save: `save(ctx, inputs, output)`, called if a gradient is required; stores the inputs
     of `backward` by `ctx.save_for_backward`. backward: `backward(ctx, *gradients)`, with one gradient per result (None
     for an unused result), returns one gradient per parameter. It may only use torch's and registered operators, so that
-    it can be traced. Without it, requesting a gradient raises RuntimeError. mutates: names of parameters that are
-    written to.
+    it can be traced. Without it, requesting a gradient raises RuntimeError.
     """
 
     def register(function: Callable[P, R]) -> Callable[P, R]:
         qualified = f"{NAMESPACE}::{name}"
-        schema = torch.library.infer_schema(function, mutates_args=tuple(mutates))
+        schema = torch.library.infer_schema(function, mutates_args=())
         _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
         _LIBRARY.impl(name, _on_the_tensors_device(function), "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
         torch.library.register_fake(qualified, fake, lib=_LIBRARY)

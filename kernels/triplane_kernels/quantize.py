@@ -105,6 +105,26 @@ def dequantize_weights(codes: Tensor, scales: Tensor, dtype: torch.dtype = torch
     return quantize_reference.dequantize_weights(codes, scales, dtype)
 
 
+def dequantize_weights_into(out: Tensor, codes: Tensor, scales: Tensor) -> None:
+    """Write `dequantize_weights` into contiguous out, bfloat16 or float32 [G, N, K]: one pass, without temporary
+    tensors, where the kernel runs. Raises KernelInputError.
+    """
+    wanted = (*codes.shape[:-2], _blocks(codes.shape[-2]), _blocks(codes.shape[-1]))
+    if codes.dim() != 3 or out.shape != codes.shape or scales.shape != wanted or not out.is_contiguous():
+        raise KernelInputError(
+            f"dequantize_weights_into: codes {list(codes.shape)}, scales {list(scales.shape)} and contiguous out "
+            f"{list(out.shape)} must be [G, N, K], [G, ceil(N/128), ceil(K/128)] and [G, N, K]"
+        )
+    if choose("dequantize_weights_into", out, codes, scales) == "reference":
+        out.copy_(dequantize_weights(codes, scales, torch.promote_types(out.dtype, torch.float32)))
+        return
+    from triplane_kernels import quantize_triton
+
+    quantize_triton.dequantize_weights(codes.contiguous(), scales.contiguous(), out)
+    # torch does not see a kernel's writes; what is derived from `out` is kept by its version
+    torch.autograd.graph.increment_version(out)
+
+
 def dequantize_mx(codes: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """[M, K] in `dtype` from codes [M, K] and E8M0 scales uint8 [M, ceil(K/32)]."""
     return quantize_reference.dequantize_mx(codes, scales, dtype)
@@ -225,7 +245,8 @@ def _tune_both(rows: int, columns: int) -> None:
 
 @workload("quantize_weights", [(8, 4096, 7168), (128, 1536, 2048), (1, 4096, 4096)])
 def _tune_weights(count: int, rows: int, columns: int) -> None:
-    quantize_weights_both(_drawn(count, rows, columns))
+    codes, scales, *_ = quantize_weights_both(_drawn(count, rows, columns))
+    dequantize_weights_into(torch.empty_like(codes, dtype=torch.float32), codes, scales)
 
 
 @workload("quantize_mx", SHAPES)

@@ -10,6 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from triplane_kernels import quantize_reference
+from triplane_kernels.narrow_triton import narrow
+from triplane_kernels.product_triton import decode
 from triplane_kernels.rounding_triton import (
     INFINITY_BITS,
     block_scale,
@@ -35,6 +37,7 @@ BOTH_CONFIGS = [
     {"num_warps": 16, "num_stages": 1},
     {"num_warps": 8, "num_stages": 1, "maxnreg": 128},
 ]
+DEQUANTIZE_CONFIGS = [{"num_warps": warps, "num_stages": 1} for warps in (8, 4, 16)]
 TRANSPOSE_CONFIGS = [
     {"BLOCK_N": rows, "BLOCK_K": columns, "num_warps": warps, "num_stages": 1}
     for rows, columns, warps in ((128, 128, 8), (128, 128, 4), (128, 64, 4), (64, 128, 4), (64, 64, 4))
@@ -156,6 +159,21 @@ def transpose(codes: Tensor) -> Tensor:
     if codes.numel():
         launch(lookup("transpose", tuple(codes.shape), TRANSPOSE_CONFIGS, launch, small=TRANSPOSE_CONFIGS[0]))
     return turned
+
+
+def dequantize_weights(codes: Tensor, scales: Tensor, out: Tensor) -> None:
+    """Write the values of contiguous codes [G, N, K] into contiguous out of that shape."""
+    count, rows, columns = codes.shape
+    row_blocks, column_blocks = scales.shape[1:]
+
+    def launch(config: Config) -> Results:
+        _dequantize_kernel[(count * row_blocks, column_blocks)](
+            codes, scales, out, rows, columns, row_blocks, column_blocks, **config
+        )
+        return out
+
+    if codes.numel():
+        launch(lookup("dequantize_weights", tuple(codes.shape), DEQUANTIZE_CONFIGS, launch, small=SQUARE_SMALL))
 
 
 def quantize_mx(x: Tensor, seed: int | None) -> tuple[Tensor, Tensor]:
@@ -285,6 +303,27 @@ def _weights_kernel(
     first = matrix * row_blocks * column_blocks
     one = tl.arange(0, 1)[:, None] + tl.arange(0, 1)[None, :]
     tl.store(scales + first + row_block * column_blocks + column_block + one, scale)
+
+
+@triton.jit
+def _dequantize_kernel(
+    codes: tl.tensor,
+    scales: tl.tensor,
+    out: tl.tensor,
+    rows: tl.tensor,
+    columns: tl.tensor,
+    row_blocks: tl.tensor,
+    column_blocks: tl.tensor,
+) -> None:
+    """One program: a 128x128 block of one matrix."""
+    matrix, row_block = (tl.program_id(0) // row_blocks).to(tl.int64), tl.program_id(0) % row_blocks
+    row = row_block * BLOCK + tl.arange(0, BLOCK)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = (row[:, None] < rows) & (column[None, :] < columns)
+    at = matrix * rows * columns + row[:, None].to(tl.int64) * columns + column[None, :]
+    scale = tl.load(scales + (matrix * row_blocks + row_block) * column_blocks + tl.program_id(1))
+    values = decode(tl.load(codes + at, mask=inside, other=0.0)) * scale
+    tl.store(out + at, narrow(values, out.dtype.element_ty), mask=inside)
 
 
 @triton.jit

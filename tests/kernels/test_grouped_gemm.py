@@ -25,9 +25,10 @@ from kernel_inputs import (
 )
 from torch import Tensor
 from triplane_kernels.errors import KernelInputError
-from triplane_kernels.gemm import gemm
+from triplane_kernels.gemm import cublas_takes, gemm
 from triplane_kernels.grouped_gemm import grouped_gemm, grouped_gemm_dgrad, grouped_gemm_wgrad
 from triplane_kernels.machine import machine
+from triplane_kernels.operands import Operands
 from triplane_kernels.quantize import (
     dequantize_activations,
     dequantize_weights,
@@ -216,6 +217,26 @@ def test_the_dense_product_takes_weights_and_rows(way: Way, shape: tuple[int, in
     assert near(way, gemm(left, by_rows, out_dtype=FLOAT), wanted)
     plain = a.bfloat16(), b.bfloat16()
     assert near(way, gemm(*plain, out_dtype=FLOAT), plain[0].double() @ plain[1].double().t())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(1, 16, 16), (2, 48, 128), (3, 144, 400), (1001, 512, 640), (1000, 400, 2064)])
+@pytest.mark.parametrize("forced", ["", "triton"])
+def test_cublas_and_the_kernel_equal_float64_on_the_same_codes(
+    gpu: torch.device, shape: tuple[int, int, int], forced: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRIPLANE_KERNELS", forced)
+    rows, columns, depth = shape
+    a, b = normal(rows, depth, seed=1).to(gpu), normal(columns, depth, seed=2).to(gpu)
+    left = quantize_activations(a)
+    for right in (quantize_weights(b), quantize_activations(b)):
+        assert cublas_takes(Operands(*left, *right), FLOAT) == (machine().capability == (9, 0))
+        values = dequantize_weights if right[1].shape[0] < columns else dequantize_activations
+        wanted = dequantize_activations(*left, torch.float64) @ values(*right, torch.float64).t()
+        for dtype, most in ((FLOAT, EXACT), (torch.bfloat16, 0.003)):
+            found = gemm(left, right, out_dtype=dtype)
+            assert found.shape == (rows, columns) and found.dtype == dtype
+            assert difference(found, wanted) <= most
 
 
 def test_gradients_of_plain_products() -> None:

@@ -18,6 +18,7 @@ from triplane_kernels.quantize import (
     dequantize_activations,
     dequantize_mx,
     dequantize_weights,
+    dequantize_weights_into,
     quantize_activations,
     quantize_both,
     quantize_mx,
@@ -97,6 +98,20 @@ def test_codes_are_transposed(way: Way, count: int, rows: int, columns: int) -> 
     assert torch.equal(turned, codes.mT) and turned.is_contiguous()
     with pytest.raises(KernelInputError, match=r"one byte"):
         transpose_codes(codes.float())
+
+
+@pytest.mark.parametrize("shape", [(2, 128, 256), (3, 131, 77), (1, 1, 1), (0, 128, 128)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_values_of_codes_are_written_into_a_tensor(way: Way, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    values = torch.arange(256, dtype=torch.uint8).repeat(-(-torch.Size(shape).numel() // 256))
+    codes = values[: torch.Size(shape).numel()].view(shape).view(torch.float8_e4m3fn).to(way.device)
+    scales = normal(shape[0], -(-shape[1] // 128), -(-shape[2] // 128), seed=4).abs().to(way.device)
+    out = torch.full(shape, 7.0, dtype=dtype, device=way.device)
+    dequantize_weights_into(out, codes, scales)
+    assert out._version > 0, "whoever keeps what it derives from out by its version would never renew it"
+    assert same(out, quantize_reference.dequantize_weights(codes, scales, torch.float32).to(dtype))
+    with pytest.raises(KernelInputError, match=r"contiguous out \[1, "):
+        dequantize_weights_into(out.new_empty(1, *shape), codes, scales)
 
 
 @pytest.mark.parametrize("name", FINITE)
