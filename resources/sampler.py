@@ -121,7 +121,7 @@ class SamplerResource(dg.ConfigurableResource[Any]):
 def _open_fleet(config: VllmConfig, policy: Artifact) -> Engine:
     """Engine of several servers; of the policy's files only those are fetched that it needs here."""
     from inference.engines.fleet import FleetEngine
-    from inference.engines.vllm_policy import StoredPolicy
+    from inference.engines.policies import StoredPolicy
 
     return FleetEngine(config, StoredPolicy(policy))
 

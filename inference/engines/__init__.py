@@ -2,8 +2,9 @@
 
 `open_engine` picks one by its config. `builtin` runs on the CPU in a thread of this process. `openai` connects to a
 server. `vllm` loads each policy into a vLLM server and proves that it is served (vllm_update); it may start that server
-itself (vllm_keeper), or use several (fleet). `routed` spreads requests over several engines. `custom` calls a function
-that the config names. May import contracts, triplane_kernels, inference.router and inference.errors.
+itself (vllm_keeper), or use several (fleet). `sglang` does so with a running SGLang server. `routed` spreads requests
+over several engines. `custom` calls a function that the config names. May import contracts, triplane_kernels,
+inference.router and inference.errors.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from inference.engines.config import (
     OpenAIConfig,
     ReplicaConfig,
     RoutedConfig,
+    SglangConfig,
     VllmConfig,
 )
 
@@ -27,6 +29,7 @@ if TYPE_CHECKING:  # load torch and httpx only for engines that need them
     from inference.engines.fleet import FleetEngine
     from inference.engines.openai import OpenAIEngine
     from inference.engines.routed import Opener, RoutedEngine
+    from inference.engines.sglang import SglangEngine
     from inference.engines.vllm import VllmEngine
     from inference.engines.vllm_keeper import VllmKeeper
 
@@ -40,6 +43,7 @@ __all__ = [
     "Piece",
     "RoutedConfig",
     "SamplingParams",
+    "SglangConfig",
     "VllmConfig",
     "open_engine",
 ]
@@ -49,6 +53,8 @@ __all__ = [
 def open_engine(spec: BuiltinConfig, directory: Path, version: str) -> BuiltinEngine: ...
 @overload
 def open_engine(spec: OpenAIConfig, directory: Path, version: str) -> OpenAIEngine: ...
+@overload
+def open_engine(spec: SglangConfig, directory: Path, version: str) -> SglangEngine: ...
 @overload
 def open_engine(spec: RoutedConfig, directory: Path, version: str) -> RoutedEngine: ...
 @overload
@@ -60,13 +66,13 @@ def open_engine(spec: EngineConfig, directory: Path, version: str, keeper: VllmK
 def open_engine(spec: EngineConfig, directory: Path, version: str, keeper: VllmKeeper | None = None) -> Engine:
     """Engine for the checkpoint in `directory`, with the policy version `version`.
 
-    A server must already serve that version, or get it by `load_weights`; other versions are refused. vLLM loads it on
-    the first call. keeper: keeper of the vLLM server to use, which stays running.
+    A server must already serve that version, or get it by `load_weights`; other versions are refused. vLLM and SGLang
+    load it on the first call. keeper: keeper of the vLLM server to use, which stays running.
     """
     if isinstance(spec, CustomConfig):
         return spec.load()(spec.options, directory, version)
     if isinstance(spec, VllmConfig):
-        from inference.engines.vllm_policy import PolicyDirectory
+        from inference.engines.policies import PolicyDirectory
 
         if spec.is_fleet:
             from inference.engines.fleet import FleetEngine
@@ -75,6 +81,11 @@ def open_engine(spec: EngineConfig, directory: Path, version: str, keeper: VllmK
         from inference.engines.vllm import VllmEngine
 
         return VllmEngine(spec, PolicyDirectory(directory, version), keeper)
+    if isinstance(spec, SglangConfig):
+        from inference.engines.policies import PolicyDirectory
+        from inference.engines.sglang import SglangEngine
+
+        return SglangEngine(spec, PolicyDirectory(directory, version))
     if isinstance(spec, OpenAIConfig):
         from inference.engines.openai import OpenAIEngine
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -13,7 +13,7 @@ from contracts.addresses import Address, parse_addresses
 from contracts.errors import ConfigError
 from contracts.precision import Forward
 from inference.engines.base import Engine
-from inference.engines.matching import vllm_mismatch
+from inference.engines.matching import server_mismatch
 
 CONNECTIONS = 256
 TIMEOUT_S = 600.0
@@ -80,12 +80,73 @@ class OpenAIConfig(_RemoteConfig):
         return False
 
 
-class VllmConfig(_RemoteConfig):
+class _LoadingConfig(_RemoteConfig):
+    """Settings of servers that load every policy and are tested to serve it."""
+
+    server: ClassVar[str]
+    """Name of the server, for messages."""
+
+    unmatched: Literal["refuse", "warn"] = "refuse"
+    """What to do with a policy whose recipe (trainer.precision) the server can't match: refuse it, or serve it with a
+    warning and leave the difference to trainer.corrections.
+    """
+    tolerance: float | None = Field(default=None, gt=0)
+    """Largest difference between a probe's log-probability from the server and from the built-in engine. null: 1e-4 for
+    float32 weights; 0.5 for FP8 kernels, which round activations.
+    """
+    probe_gigabytes: float = Field(default=4.0, ge=0)
+    """Largest checkpoint, in GB, whose probes the built-in engine computes. Log-probabilities of larger ones are not
+    compared.
+    """
+    startup_timeout_s: float = Field(default=900.0, gt=0)
+    """Timeout for a started server to answer, and for GPUs in use to become free, in seconds."""
+    drain_s: float = Field(default=60.0, ge=0)
+    """Seconds for requests in flight to finish before new weights are loaded; then they are aborted and sampled again.
+    """
+
+    def unmatched_by(self, forward: Forward, plain: tuple[bool, ...]) -> str | None:
+        """Why the server matches the recipe with none of these weights. plain: float32 copies, or FP8 codes."""
+        if self.unmatched == "warn":
+            return None
+        reasons = [server_mismatch(self.server, forward, each) for each in plain]
+        return None if None in reasons else reasons[-1]
+
+
+class SglangConfig(_LoadingConfig):
+    """An SGLang server that is already running, loads every policy in place, and is tested to serve it.
+
+    See docs/engines.md.
+    """
+
+    server: ClassVar[str] = "SGLang"
+
+    kind: Literal["sglang"]
+    """Selects this engine."""
+    base_url: str
+    """Root URL of the server, e.g. http://host:30000. It reads the store's files under the same paths."""
+    weights: Literal["fp8", "dequantized"] = "fp8"
+    """Weights that the server loads, as it was started: the FP8 checkpoint, or a float32 copy of it in
+    $TRIPLANE_CACHE.
+    """
+
+    @property
+    def records_routing(self) -> bool:
+        """See the base class; its routed experts are not read."""
+        return False
+
+    def mismatch(self, forward: Forward) -> str | None:
+        """See the base class."""
+        return self.unmatched_by(forward, (self.weights == "dequantized",))
+
+
+class VllmConfig(_LoadingConfig):
     """A vLLM server, started for the run or already running (`base_url`), that loads every policy and is tested to
     serve it.
 
     See docs/engines.md.
     """
+
+    server: ClassVar[str] = "vLLM"
 
     kind: Literal["vllm"] = "vllm"
     base_url: str | None = None
@@ -129,26 +190,9 @@ class VllmConfig(_RemoteConfig):
     """Weights that the server loads: the FP8 checkpoint, or a float32 copy of it in $TRIPLANE_CACHE. auto: the copy on
     a CPU, where vLLM can't load FP8 blocks.
     """
-    unmatched: Literal["refuse", "warn"] = "refuse"
-    """What to do with a policy whose recipe (trainer.precision) vLLM can't match: refuse it, or serve it with a warning
-    and leave the difference to trainer.corrections.
-    """
     exact: bool = True
     """Whether served weights must equal the checkpoint's to the bit. Set false only for GPU kernels that quantize
     weights again; then only the probes bound the differences.
-    """
-    tolerance: float | None = Field(default=None, gt=0)
-    """Largest difference between a probe's log-probability from the server and from the built-in engine. null: 1e-4 for
-    float32 weights; 0.5 for FP8 kernels, which round activations.
-    """
-    probe_gigabytes: float = Field(default=4.0, ge=0)
-    """Largest checkpoint, in GB, whose probes the built-in engine computes. Of larger ones tensors and layers are
-    compared, but no log-probabilities.
-    """
-    startup_timeout_s: float = Field(default=900.0, gt=0)
-    """Timeout for a started server to answer, and for GPUs in use to become free, in seconds."""
-    drain_s: float = Field(default=60.0, ge=0)
-    """Seconds for requests in flight to finish before new weights are loaded; then they are aborted and sampled again.
     """
     max_restarts: int = Field(default=2, ge=0, le=100)
     """Maximum restarts of a server that died, per lease."""
@@ -197,11 +241,8 @@ class VllmConfig(_RemoteConfig):
 
     def mismatch(self, forward: Forward) -> str | None:
         """See the base class."""
-        if self.unmatched == "warn":
-            return None
         loaded = {"auto": (True, False), "fp8": (False,), "dequantized": (True,)}[self.weights]
-        reasons = [vllm_mismatch(forward, plain) for plain in loaded]
-        return None if None in reasons else reasons[-1]
+        return self.unmatched_by(forward, loaded)
 
 
 class CustomConfig(_Config):
@@ -240,7 +281,7 @@ class CustomConfig(_Config):
         return found
 
 
-ReplicaConfig = Annotated[BuiltinConfig | OpenAIConfig | VllmConfig, Field(discriminator="kind")]
+ReplicaConfig = Annotated[BuiltinConfig | OpenAIConfig | VllmConfig | SglangConfig, Field(discriminator="kind")]
 
 
 class RoutedConfig(_Config):
@@ -252,7 +293,7 @@ class RoutedConfig(_Config):
     kind: Literal["routed"]
     """Selects this engine."""
     replicas: tuple[ReplicaConfig, ...] = Field(min_length=1, max_length=1024)
-    """The engines: builtin, openai or vllm."""
+    """The engines: builtin, openai, vllm or sglang."""
 
     @property
     def implementation(self) -> str:
@@ -270,5 +311,5 @@ class RoutedConfig(_Config):
 
 
 EngineConfig = Annotated[
-    BuiltinConfig | OpenAIConfig | VllmConfig | CustomConfig | RoutedConfig, Field(discriminator="kind")
+    BuiltinConfig | OpenAIConfig | VllmConfig | SglangConfig | CustomConfig | RoutedConfig, Field(discriminator="kind")
 ]

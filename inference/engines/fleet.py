@@ -23,11 +23,11 @@ from contracts.errors import InfraFault, TriplaneError
 from inference.engines.base import Completion, SamplingParams, StreamsWhole
 from inference.engines.config import VllmConfig
 from inference.engines.http import JsonClient
+from inference.engines.policies import PolicyDirectory, PolicyFiles, Preparer
 from inference.engines.replica import Replica
 from inference.engines.scaling import Scale
 from inference.engines.tries import common_error, router_arguments, send_call
 from inference.engines.vllm import VllmEngine
-from inference.engines.vllm_policy import PolicyDirectory, PolicyFiles, Preparer
 from inference.engines.vllm_update import put_to_sleep
 from inference.errors import EngineError, EngineStopped, EngineUnreachable
 from inference.router import Decision, Namespace, Router, RouterConfig

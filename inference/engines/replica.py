@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 from contracts.errors import TriplaneError
 from contracts.retries import backoff_s
 from inference.engines.config import VllmConfig
+from inference.engines.marks import unproven
+from inference.engines.policies import PolicyFiles, Preparer
 from inference.engines.sidecar import Sidecar, sidecar_address
 from inference.engines.vllm import VllmEngine
-from inference.engines.vllm_policy import PolicyFiles, Preparer
-from inference.engines.vllm_update import UNPROVEN
 from inference.errors import EngineUnreachable, StaleVersion
 
 T = TypeVar("T")
@@ -65,17 +65,17 @@ class Replica:
         """Load the policy. Clients of one policy, such as the shards of an iteration, let each other finish: each waits
         for a while, longer each time, as the other one may have died.
         """
-        unproven = f"{UNPROVEN}{files.version}:"
+        prefix = unproven(files.version)
         for wait_s in OTHERS_S:
             until = time.monotonic() + wait_s
-            while (await self.engine.mark()).startswith(unproven) and time.monotonic() < until:
+            while (await self.engine.mark()).startswith(prefix) and time.monotonic() < until:
                 await asyncio.sleep(random.uniform(0.2, 0.6))
             try:
                 await self.engine.load(files)
                 return
             except StaleVersion:
                 mark = await self.engine.mark()
-                if wait_s == OTHERS_S[-1] or not (mark == files.version or mark.startswith(unproven)):
+                if wait_s == OTHERS_S[-1] or not (mark == files.version or mark.startswith(prefix)):
                     raise
 
     def leave_out(self, fault: Exception) -> None:

@@ -11,7 +11,7 @@ import httpx
 
 from contracts.errors import ConfigError
 from inference.engines.http import JsonClient
-from inference.engines.vllm_policy import PolicyFiles
+from inference.engines.policies import PolicyFiles
 from inference.errors import EngineError, EngineUnreachable
 
 KEY_VARIABLE = "TRIPLANE_WEIGHTS_KEY_FILE"

@@ -23,13 +23,12 @@ from contracts.routing import Routes, decode_routes
 from inference.engines.base import Completion, FinishReason, SamplingParams, StreamsWhole
 from inference.engines.config import VllmConfig
 from inference.engines.http import SEED_BITS, JsonClient
+from inference.engines.marks import UNMARKED, read_spans
+from inference.engines.policies import PolicyDirectory, PolicyFiles, Prepared, Preparer, served_directory
 from inference.engines.vllm_keeper import HEALTH_S, VllmKeeper
-from inference.engines.vllm_policy import PolicyDirectory, PolicyFiles, Prepared, Preparer, served_directory
-from inference.engines.vllm_update import is_asleep, load_policy, prove_policy, score, served_version, serves
+from inference.engines.vllm_update import Policy, is_asleep, load_policy, prove_policy, score, served_version, serves
 from inference.errors import EngineError, EngineStopped, EngineUnreachable, RequestTooLong, StaleVersion, WeightsDiffer
 
-UNMARKED = "default"
-"""vLLM's version of unmarked weights, i.e. those that it was started with."""
 _REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 Placer = Callable[[PolicyFiles, bool], Awaitable[Path]]
 """Puts the files of a policy where the server reads them, and returns that folder. The flag: as float32 weights."""
@@ -198,7 +197,7 @@ class VllmEngine(StreamsWhole):
         try:
             asleep = self._config.idle == "sleep" and await is_asleep(client)
             if asleep or not await serves(client, prepared.version):
-                policy = prepared.at(await self._place(self._files, prepared.plain))
+                policy = await self._policy(prepared)
                 await load_policy(client, policy, self._config.drain_s, asleep=asleep)
             await self._welcome(client)
         except (WeightsDiffer, EngineUnreachable, EngineStopped) as error:
@@ -210,7 +209,7 @@ class VllmEngine(StreamsWhole):
 
     async def _start_afresh(self) -> None:
         prepared = await self._prepared(None)
-        policy = prepared.at(await self._place(self._files, prepared.plain))
+        policy = await self._policy(prepared)
         client = await self._connect(await self._keeper.start(policy.served))
         try:
             await prove_policy(client, policy)
@@ -218,6 +217,11 @@ class VllmEngine(StreamsWhole):
             await asyncio.to_thread(self._keeper.stop)
             raise
         await self._welcome(client)
+
+    async def _policy(self, prepared: Prepared) -> Policy:
+        """The policy, with its files where the server reads them."""
+        served = await self._place(self._files, prepared.plain)
+        return Policy(prepared.version, served, prepared.probes, self._config.exact, prepared.tolerance)
 
     async def _welcome(self, client: JsonClient) -> None:
         models = await client.call("GET", "/v1/models")
@@ -314,22 +318,12 @@ class VllmEngine(StreamsWhole):
 
         Raises StaleVersion unless they cover all tokens and are known.
         """
-        spans = [(str(mark["version"]), int(mark["start"]), int(mark["end"])) for mark in marks or []]
-        if [0, *(end for _, _, end in spans)] != [*(start for _, start, _ in spans), count]:
-            raise StaleVersion(f"vLLM marked {spans} of {count} tokens with a version; unmarked tokens are not used")
-        versions = {version for version, _, _ in spans}
-        if UNMARKED in versions:
+        try:
+            address = self._config.base_url or self._keeper.address
+            return read_spans(f"vLLM at {address}", marks, count, self._version, known)
+        except EngineUnreachable:
             self._ready = False
-            raise EngineUnreachable(
-                f"the server at {self._config.base_url} was restarted: loading policy {self._version[:12]} again"
-            )
-        other = next((version for version, _, _ in spans if version not in known), None)
-        if other is not None:
-            raise StaleVersion(
-                f"vLLM sampled with {other[:24]}, the policy is {self._version[:12]}: another client updates"
-                " this server, use one server per client"
-            )
-        return spans
+            raise
 
     async def _drop_client(self) -> None:
         client, self._client = self._client, None

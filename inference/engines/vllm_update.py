@@ -13,18 +13,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from inference.engines.http import JsonClient
-from inference.engines.vllm_probes import Probe
+from inference.engines.marks import UNPROVEN, fresh_mark, unproven
+from inference.engines.probes import Probe, difference
 from inference.errors import EngineError, EngineUnreachable, StaleVersion, WeightsDiffer
 
-UNPROVEN = "unproven:"
-"""Prefix of the version of unproven weights, which no client accepts as a policy."""
 _SHOWN = 6
 _log = logging.getLogger(__name__)
 
@@ -61,7 +59,7 @@ async def load_policy(client: JsonClient, policy: Policy, drain_s: float, *, asl
     server, first its weights' memory, and the cache after they are loaded. Raises WeightsDiffer, or StaleVersion if
     another client updates the server, which then keeps its unproven mark.
     """
-    mark = _fresh_mark(policy)
+    mark = fresh_mark(policy.version)
     update = _Update(client, policy, mark, loaded=mark)
     await pause(client, drain_s)
     try:
@@ -84,7 +82,7 @@ async def prove_policy(client: JsonClient, policy: Policy) -> None:
 
     Raises WeightsDiffer, StaleVersion.
     """
-    update = _Update(client, policy, _fresh_mark(policy), loaded="")
+    update = _Update(client, policy, fresh_mark(policy.version), loaded="")
     await _mark(client, update.mark)
     await _compare_tensors(client, policy)
     await _conclude(update)
@@ -94,7 +92,7 @@ async def serves(client: JsonClient, version: str) -> bool:
     """Whether the server was proven to serve this version: it has its mark and has loaded no other weights."""
     if await served_version(client) != version:
         return False
-    return all(not loaded or loaded.startswith(_unproven(version)) for loaded in await _loaded(client))
+    return all(not loaded or loaded.startswith(unproven(version)) for loaded in await _loaded(client))
 
 
 async def served_version(client: JsonClient) -> str:
@@ -155,14 +153,6 @@ async def score(client: JsonClient, token_ids: list[int], salt: str) -> tuple[li
         raise EngineUnreachable(f"{client.base} ended a scoring request early: retry")
     found = zip(token_ids[1:], answer["prompt_logprobs"][1:], strict=True)
     return [0.0, *(entry[str(token)]["logprob"] for token, entry in found)], choice["weight_versions"] or []
-
-
-def _unproven(version: str) -> str:
-    return f"{UNPROVEN}{version}:"
-
-
-def _fresh_mark(policy: Policy) -> str:
-    return f"{_unproven(policy.version)}{uuid.uuid4().hex}"
 
 
 async def _conclude(update: _Update) -> None:
@@ -233,24 +223,10 @@ async def _compare_probes(update: _Update) -> None:
         raise StaleVersion(
             f"{client.base} did not answer the probes of policy {policy.version[:12]} as marked: restart it"
         )
-    gaps = [
-        abs(served - wanted)
-        for (logprobs, _), probe in zip(scored, policy.probes, strict=True)
-        for served, wanted in zip(logprobs, probe.logprobs, strict=True)
-    ]
-    numbers = [gap for gap in gaps if math.isfinite(gap)]
-    if len(numbers) < len(gaps):
-        what = f"log-probabilities of probes are not finite ({len(gaps) - len(numbers)} of {len(gaps)} tokens)"
-        raise WeightsDiffer(_refusal(client, policy, [what]))
-    worst = max(gaps, default=0.0)
-    if worst > policy.tolerance:
-        share = sum(gap > policy.tolerance for gap in gaps) / len(gaps)
-        what = (
-            f"log-probabilities of probes differ by up to {worst:.2g} ({share:.0%} of the tokens by more than"
-            f" {policy.tolerance:g})"
-        )
-        raise WeightsDiffer(_refusal(client, policy, [what]))
-    _log.info("%s serves %s: %d probes agree to %.1e", client.base, policy.version[:12], len(policy.probes), worst)
+    found = difference(policy.probes, [logprobs for logprobs, _ in scored], policy.tolerance)
+    if found:
+        raise WeightsDiffer(_refusal(client, policy, [found]))
+    _log.info("%s serves %s", client.base, policy.version[:12])
 
 
 def _refusal(client: JsonClient, policy: Policy, found: list[str]) -> str:

@@ -156,7 +156,7 @@ def _describe(case: str, config: str, kernel: Any) -> Compiled:
         _width(ptx, "ld"),
         _width(ptx, "st"),
         "C7514" in said,
-        _obstacle(metadata.shared, kernel.asm["ttir"] if "ttir" in kernel.asm else ""),  # Gluon has none
+        _obstacle(metadata.shared, kernel.asm.get("ttir", "")),  # Gluon has none
     )
 
 

@@ -10,9 +10,9 @@ import pytest
 
 from contracts.precision import FORWARD, Forward
 from inference.engines.config import BuiltinConfig, OpenAIConfig, VllmConfig
-from inference.engines.matching import vllm_mismatch
+from inference.engines.matching import server_mismatch
+from inference.engines.policies import PolicyDirectory
 from inference.engines.vllm import VllmEngine
-from inference.engines.vllm_policy import PolicyDirectory
 from inference.engines.vllm_server import server_command, server_environment
 from inference.errors import EngineError
 from resources.errors import ExperimentError
@@ -52,7 +52,7 @@ def test_server_of_an_unnamed_recipe_is_started_as_before(tmp_path: Path, device
 
 @pytest.mark.parametrize("forward", [HOPPER, BF16, Forward("fp32")])
 def test_vllm_matches_on_a_gpu(forward: Forward) -> None:
-    assert vllm_mismatch(forward, plain=False) is None
+    assert server_mismatch("vLLM", forward, plain=False) is None
 
 
 @pytest.mark.parametrize(
@@ -68,12 +68,12 @@ def test_vllm_matches_on_a_gpu(forward: Forward) -> None:
     ],
 )
 def test_vllm_refuses_by_name_what_it_does_not_compute(forward: Forward, plain: bool, named: str) -> None:
-    reason = vllm_mismatch(forward, plain)
+    reason = server_mismatch("vLLM", forward, plain)
     assert reason is not None and named in reason
 
 
 def test_vllm_serves_dequantized_weights_of_w8_as_the_trainer_computes_them() -> None:
-    assert vllm_mismatch(Forward("w8"), plain=True) is None
+    assert server_mismatch("vLLM", Forward("w8"), plain=True) is None
 
 
 @pytest.mark.anyio

@@ -14,7 +14,7 @@ import torch
 from contracts.routing import Routes
 from inference.engines.base import Completion, SamplingParams
 from inference.engines.builtin import BuiltinEngine
-from inference.engines.vllm_probes import score_rows
+from inference.engines.probes import score_rows
 from inference.engines.weights import read_weights
 
 pytestmark = pytest.mark.anyio

@@ -19,7 +19,7 @@ from contracts.routing import decode_routes
 from envd.client import SandboxClient
 from envd.local import LocalEnvd
 from inference.engines import BuiltinConfig, EngineConfig, RoutedConfig, open_engine
-from inference.engines.vllm_probes import score_rows
+from inference.engines.probes import score_rows
 from inference.engines.weights import read_weights
 from inference.rollouts.episode import Player
 

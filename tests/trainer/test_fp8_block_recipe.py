@@ -13,7 +13,7 @@ from torch import Tensor
 from triplane_kernels.moe_reference import expert_layer_reference
 
 from contracts.checkpoints import WEIGHTS
-from inference.engines.vllm_probes import score_rows
+from inference.engines.probes import score_rows
 from inference.engines.weights import read_weights
 from trainer.config import RlConfig
 from trainer.export import checkpoint_tensors

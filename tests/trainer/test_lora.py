@@ -20,8 +20,8 @@ from contracts.artifacts import Artifact, ArtifactWriter, open_artifact
 from contracts.checkpoints import WEIGHTS, check_checkpoint
 from contracts.errors import SchemaError
 from inference.engines.config import VllmConfig
-from inference.engines.vllm_policy import PolicyDirectory, Preparer
-from inference.engines.vllm_probes import score_rows
+from inference.engines.policies import PolicyDirectory, Preparer
+from inference.engines.probes import score_rows
 from inference.engines.weights import read_weights
 from inference.errors import EngineError
 from trainer.adapters import AdaptedParameters, adapt, draw_factors

@@ -23,7 +23,7 @@ from contracts.episodes import TokenRole
 from contracts.errors import SchemaError
 from inference.engines.base import SamplingParams
 from inference.engines.builtin import BuiltinEngine
-from inference.engines.vllm_probes import score_rows
+from inference.engines.probes import score_rows
 from inference.engines.weights import read_weights
 from inference.errors import EngineError
 from resources.errors import ExperimentError

@@ -8,7 +8,7 @@ import pytest
 
 from inference.engines import SamplingParams, VllmConfig
 from inference.engines.fleet import FleetEngine
-from inference.engines.vllm_policy import PolicyDirectory
+from inference.engines.policies import PolicyDirectory
 from inference.router import Batch, Stored
 from inference.router.publisher import EventPublisher
 from tests.inference.test_cache_events import events_port, reached

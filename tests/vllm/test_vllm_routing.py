@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from inference.engines import SamplingParams, open_engine
+from inference.engines.probes import score_rows
 from inference.engines.vllm_keeper import VllmKeeper
-from inference.engines.vllm_probes import score_rows
 from inference.engines.weights import read_weights
 from inference.errors import EngineError
 from tests.http_client import HTTP

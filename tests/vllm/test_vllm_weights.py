@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from inference.engines.probes import make_probes
 from inference.engines.vllm_plain import is_quantized_checkpoint, plain_checkpoint
-from inference.engines.vllm_probes import make_probes
 from inference.engines.vllm_side.triplane_vllm.checkpoint import Checkpoint
 from inference.engines.vllm_side.triplane_vllm.contents import fingerprint, same_numbers
 from inference.engines.vllm_side.triplane_vllm.probes import expert_errors, linear_error

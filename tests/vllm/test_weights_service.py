@@ -21,7 +21,7 @@ from contracts.errors import ConfigError
 from contracts.store import Store, open_store
 from inference.engines import SamplingParams, VllmConfig
 from inference.engines.fleet import FleetEngine
-from inference.engines.vllm_policy import PolicyDirectory, StoredPolicy
+from inference.engines.policies import PolicyDirectory, StoredPolicy
 from inference.errors import EngineError
 from inference.weights import folder as folder_module
 from inference.weights.folder import NoSpace, WeightsFolder

@@ -34,7 +34,7 @@ from urllib.parse import parse_qs, urlparse
 import numpy as np
 import torch
 
-from inference.engines.vllm_probes import score_rows
+from inference.engines.probes import score_rows
 from inference.engines.weights import read_weights
 
 torch.set_num_threads(1)

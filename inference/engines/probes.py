@@ -7,6 +7,8 @@ until every expert of every layer has processed a token.
 from __future__ import annotations
 
 import logging
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,6 +57,29 @@ def make_probes(directory: Path) -> list[Probe]:
     places = ", ".join(f"layer {layer} expert {expert}" for layer, expert in unseen.nonzero()[:4].tolist())
     _log.warning("no probe reaches %d expert(s) of %s, e.g. %s", int(unseen.sum()), directory, places)
     return kept
+
+
+def difference(probes: Sequence[Probe], scored: Sequence[Sequence[float]], tolerance: float) -> str:
+    """How a server's log probabilities differ from those of the probes by more than `tolerance` nats; "" if they
+    don't.
+    """
+    gaps = [
+        abs(served - wanted)
+        for probe, found in zip(probes, scored, strict=True)
+        for served, wanted in zip(found, probe.logprobs, strict=True)
+    ]
+    finite = sum(map(math.isfinite, gaps))
+    if finite < len(gaps):
+        return f"log-probabilities of probes are not finite ({len(gaps) - finite} of {len(gaps)} tokens)"
+    worst = max(gaps, default=0.0)
+    if worst > tolerance:
+        share = sum(gap > tolerance for gap in gaps) / len(gaps)
+        return (
+            f"log-probabilities of probes differ by up to {worst:.2g} ({share:.0%} of the tokens by more than"
+            f" {tolerance:g})"
+        )
+    _log.info("%d probes agree to %.1e", len(probes), worst)
+    return ""
 
 
 @torch.inference_mode()

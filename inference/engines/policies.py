@@ -1,6 +1,6 @@
-"""A policy for vLLM servers: where its files are, and what a server that serves it must answer.
+"""A policy for servers that load it: where its files are, and what a server that serves it must answer.
 
-PolicyDirectory | StoredPolicy --> Preparer (once for all servers) --> Prepared --at(folder)--> vllm_update.Policy
+PolicyDirectory | StoredPolicy --> Preparer (once for all servers) --> Prepared
 
 A stored policy is fetched only as far as needed: its config, and its weights if probes are computed from them or the
 server reads this machine's files.
@@ -19,17 +19,17 @@ from typing import Any, Protocol
 from contracts.adapters import FOLDER
 from contracts.artifacts import Artifact, ArtifactRef
 from contracts.precision import Forward, forward_of
-from inference.engines.config import VllmConfig
-from inference.engines.matching import vllm_mismatch
+from inference.engines.config import SglangConfig, VllmConfig
+from inference.engines.matching import server_mismatch
+from inference.engines.probes import Probe, make_probes
 from inference.engines.vllm_plain import CONFIG, checkpoint_bytes, is_quantized_checkpoint, plain_checkpoint
-from inference.engines.vllm_probes import Probe, make_probes
-from inference.engines.vllm_update import Policy
 from inference.errors import EngineError
 
 TOLERANCE = {"dequantized": 1e-4, "fp8": 0.5}
 """Tolerance of probes. Two float32 implementations differ by some 1e-5; FP8 kernels that round activations change
 single tokens by tenths, a wrong order of experts by several nats.
 """
+Settings = VllmConfig | SglangConfig
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _log = logging.getLogger(__name__)
 
@@ -141,27 +141,23 @@ class Prepared:
 
     version: str
     probes: list[Probe]
-    exact: bool
     tolerance: float
+    """Largest difference of a probe's log-probability, in nats."""
     plain: bool
     """Whether the server loads float32 weights."""
-
-    def at(self, served: Path) -> Policy:
-        """The policy, to be loaded from this folder of the server's machine."""
-        return Policy(self.version, served, self.probes, self.exact, self.tolerance)
 
 
 class Preparer:
     """Prepares each policy once for all servers of one event loop."""
 
-    def __init__(self, config: VllmConfig) -> None:
+    def __init__(self, config: Settings) -> None:
         self._config = config
         self._made: dict[bool, tuple[str, asyncio.Task[Prepared]]] = {}
 
     async def prepared(self, files: PolicyFiles, plain: bool) -> Prepared:
         """Expected answers of a server. plain: whether it loads float32 weights.
 
-        Raises EngineError if vLLM can't match the policy's recipe.
+        Raises EngineError if the server can't match the policy's recipe.
         """
         version, task = self._made.get(plain, ("", None))
         failed = task is not None and task.done() and (task.cancelled() or task.exception() is not None)
@@ -178,27 +174,27 @@ def served_directory(files: PolicyFiles, plain: bool) -> Path:
     return (plain_checkpoint(directory, files.version) if copied else directory).absolute()
 
 
-def _prepare(files: PolicyFiles, config: VllmConfig, plain: bool) -> Prepared:
+def _prepare(files: PolicyFiles, config: Settings, plain: bool) -> Prepared:
     if files.has_adapter() and not plain:
         raise EngineError(
-            f"{files.name} has a LoRA adapter, which vLLM serves merged into float32 weights only: set"
+            f"{files.name} has a LoRA adapter, which {config.server} serves merged into float32 weights only: set"
             " engine.weights: dequantized"
         )
     forward = _require_match(files, config, plain)
     small = files.weight_bytes() <= config.probe_gigabytes * 1e9
     if not small:
         _log.warning(
-            "%s exceeds engine.probe_gigabytes: its tensors and layers are compared, its log-probabilities are not",
+            "%s exceeds engine.probe_gigabytes: its log-probabilities are not compared",
             files.name,
         )
     tolerance = config.tolerance or TOLERANCE["dequantized" if plain and not forward.rounds else "fp8"]
-    return Prepared(files.version, make_probes(files.directory()) if small else [], config.exact, tolerance, plain)
+    return Prepared(files.version, make_probes(files.directory()) if small else [], tolerance, plain)
 
 
-def _require_match(files: PolicyFiles, config: VllmConfig, plain: bool) -> Forward:
-    """Recipe of the checkpoint. Raises EngineError if vLLM can't match it, unless the settings allow that."""
+def _require_match(files: PolicyFiles, config: Settings, plain: bool) -> Forward:
+    """Recipe of the checkpoint. Raises EngineError if the server can't match it, unless the settings allow that."""
     forward = forward_of(files.config())
-    reason = vllm_mismatch(forward, plain)
+    reason = server_mismatch(config.server, forward, plain)
     if reason is not None and config.unmatched == "refuse":
         raise EngineError(f"{files.name}: {reason}, or engine.unmatched to warn")
     if reason is not None:
