@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from inference.engines.config import OpenAIConfig, RoutedConfig, SglangConfig, VllmConfig
+from inference.engines.config import RoutedConfig
 from resources.experiment import Experiment
 
 
 def engine(experiment: Experiment) -> str:
     """The engine that samples, and how many episodes at once."""
     config, prompts = experiment.engine, experiment.prompts
-    address = config.base_url if isinstance(config, OpenAIConfig | VllmConfig | SglangConfig) else None
+    address = getattr(config, "base_url", None) or getattr(config, "address", None)
     place = f" at {address}" if address else ""
     if isinstance(config, RoutedConfig):
         place = f" over {len(config.replicas)} engines"

@@ -2,13 +2,14 @@
 
 `open_engine` picks one by its config. `builtin` runs on the CPU in a thread of this process. `openai` connects to a
 server. `vllm` loads each policy into a vLLM server and proves that it is served (vllm_update); it may start that server
-itself (vllm_keeper), or use several (fleet). `sglang` does so with a running SGLang server. `routed` spreads requests
-over several engines. `custom` calls a function that the config names. May import contracts, triplane_kernels,
-inference.router and inference.errors.
+itself (vllm_keeper), or use several (fleet). `sglang` does so with a running SGLang server, `trtllm` starts a
+TensorRT-LLM server for each policy. `routed` spreads requests over several engines. `custom` calls a function that the
+config names. May import contracts, triplane_kernels, inference.router and inference.errors.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING, overload
 
@@ -21,8 +22,10 @@ from inference.engines.config import (
     ReplicaConfig,
     RoutedConfig,
     SglangConfig,
+    TrtllmConfig,
     VllmConfig,
 )
+from inference.errors import EngineError
 
 if TYPE_CHECKING:  # load torch and httpx only for engines that need them
     from inference.engines.builtin import BuiltinEngine
@@ -30,6 +33,7 @@ if TYPE_CHECKING:  # load torch and httpx only for engines that need them
     from inference.engines.openai import OpenAIEngine
     from inference.engines.routed import Opener, RoutedEngine
     from inference.engines.sglang import SglangEngine
+    from inference.engines.trtllm import TrtllmEngine
     from inference.engines.vllm import VllmEngine
     from inference.engines.vllm_keeper import VllmKeeper
 
@@ -44,6 +48,7 @@ __all__ = [
     "RoutedConfig",
     "SamplingParams",
     "SglangConfig",
+    "TrtllmConfig",
     "VllmConfig",
     "open_engine",
 ]
@@ -56,6 +61,8 @@ def open_engine(spec: OpenAIConfig, directory: Path, version: str) -> OpenAIEngi
 @overload
 def open_engine(spec: SglangConfig, directory: Path, version: str) -> SglangEngine: ...
 @overload
+def open_engine(spec: TrtllmConfig, directory: Path, version: str) -> TrtllmEngine: ...
+@overload
 def open_engine(spec: RoutedConfig, directory: Path, version: str) -> RoutedEngine: ...
 @overload
 def open_engine(
@@ -66,8 +73,8 @@ def open_engine(spec: EngineConfig, directory: Path, version: str, keeper: VllmK
 def open_engine(spec: EngineConfig, directory: Path, version: str, keeper: VllmKeeper | None = None) -> Engine:
     """Engine for the checkpoint in `directory`, with the policy version `version`.
 
-    A server must already serve that version, or get it by `load_weights`; other versions are refused. vLLM and SGLang
-    load it on the first call. keeper: keeper of the vLLM server to use, which stays running.
+    A server must already serve that version, or get it by `load_weights`; other versions are refused. vLLM,
+    SGLang and TensorRT-LLM load it on the first call. keeper: keeper of the vLLM server to use, which stays running.
     """
     if isinstance(spec, CustomConfig):
         return spec.load()(spec.options, directory, version)
@@ -86,6 +93,8 @@ def open_engine(spec: EngineConfig, directory: Path, version: str, keeper: VllmK
         from inference.engines.sglang import SglangEngine
 
         return SglangEngine(spec, PolicyDirectory(directory, version))
+    if isinstance(spec, TrtllmConfig):
+        return _trtllm(spec, directory, version)
     if isinstance(spec, OpenAIConfig):
         from inference.engines.openai import OpenAIEngine
 
@@ -106,6 +115,16 @@ def open_engine(spec: EngineConfig, directory: Path, version: str, keeper: VllmK
     from inference.engines.builtin import open_builtin
 
     return open_builtin(spec, directory, version)
+
+
+def _trtllm(spec: TrtllmConfig, directory: Path, version: str) -> TrtllmEngine:
+    from inference.engines.policies import PolicyDirectory
+
+    if importlib.util.find_spec("smg_grpc_proto") is None:
+        raise EngineError("engine.kind trtllm needs the messages of its server: pip install 'triplane[trtllm]'")
+    from inference.engines.trtllm import TrtllmEngine
+
+    return TrtllmEngine(spec, PolicyDirectory(directory, version))
 
 
 def _replica(spec: ReplicaConfig, directory: Path, version: str) -> Opener:

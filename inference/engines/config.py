@@ -139,6 +139,48 @@ class SglangConfig(_LoadingConfig):
         return self.unmatched_by(forward, (self.weights == "dequantized",))
 
 
+class TrtllmConfig(_LoadingConfig):
+    """TensorRT-LLM servers (`trtllm-serve --grpc`), one for each policy: a new policy gets a new server, and the old
+    one ends after its requests. Needs the package's extra `trtllm`.
+
+    See docs/engines.md.
+    """
+
+    server: ClassVar[str] = "TensorRT-LLM"
+
+    kind: Literal["trtllm"]
+    """Selects this engine."""
+    address: str | None = None
+    """host:port of a server that is already running. It must serve the policy, and can't load another one. null: start
+    servers on this machine.
+    """
+    program: tuple[str, ...] = ("trtllm-serve",)
+    """Command of a server started here."""
+    flags: tuple[str, ...] = ()
+    """Further arguments for a server started here, e.g. [--max_seq_len, "16384"]; they override the defaults."""
+    env: dict[str, str] = {}
+    """Further environment variables for a server started here."""
+    tensor_parallel: int = Field(default=1, ge=1, le=64)
+    """Tensor-parallel size of a server started here."""
+    overlap: bool = True
+    """Whether the server of a new policy starts while that of the old one still serves, which takes memory for both;
+    else the old one ends first.
+    """
+    weights: Literal["fp8", "dequantized"] = "fp8"
+    """Weights that the server loads: the FP8 checkpoint, or a float32 copy of it in $TRIPLANE_CACHE."""
+    max_restarts: int = Field(default=2, ge=0, le=100)
+    """Maximum restarts of a server started here that died."""
+
+    @property
+    def records_routing(self) -> bool:
+        """See the base class; the server's protocol has no field for it."""
+        return False
+
+    def mismatch(self, forward: Forward) -> str | None:
+        """See the base class."""
+        return self.unmatched_by(forward, (self.weights == "dequantized",))
+
+
 class VllmConfig(_LoadingConfig):
     """A vLLM server, started for the run or already running (`base_url`), that loads every policy and is tested to
     serve it.
@@ -281,7 +323,9 @@ class CustomConfig(_Config):
         return found
 
 
-ReplicaConfig = Annotated[BuiltinConfig | OpenAIConfig | VllmConfig | SglangConfig, Field(discriminator="kind")]
+ReplicaConfig = Annotated[
+    BuiltinConfig | OpenAIConfig | VllmConfig | SglangConfig | TrtllmConfig, Field(discriminator="kind")
+]
 
 
 class RoutedConfig(_Config):
@@ -293,7 +337,7 @@ class RoutedConfig(_Config):
     kind: Literal["routed"]
     """Selects this engine."""
     replicas: tuple[ReplicaConfig, ...] = Field(min_length=1, max_length=1024)
-    """The engines: builtin, openai, vllm or sglang."""
+    """The engines: builtin, openai, vllm, sglang or trtllm."""
 
     @property
     def implementation(self) -> str:
@@ -311,5 +355,6 @@ class RoutedConfig(_Config):
 
 
 EngineConfig = Annotated[
-    BuiltinConfig | OpenAIConfig | VllmConfig | SglangConfig | CustomConfig | RoutedConfig, Field(discriminator="kind")
+    BuiltinConfig | OpenAIConfig | VllmConfig | SglangConfig | TrtllmConfig | CustomConfig | RoutedConfig,
+    Field(discriminator="kind"),
 ]

@@ -17,8 +17,6 @@ from inference.engines.config import CONNECTIONS, RETRIES, TIMEOUT_S
 from inference.errors import EngineError, EngineStopped, EngineUnreachable, RequestTooLong, StaleVersion
 
 FIRST_PAUSE_S = 0.1
-SEED_BITS = (1 << 63) - 1
-"""vLLM accepts only signed 64-bit seeds."""
 _FAULTS = (httpx.ConnectError, httpx.ConnectTimeout, httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError)
 
 

@@ -1,4 +1,4 @@
-"""Which recipes (`contracts.precision`) vLLM and SGLang match, and settings of a vLLM server that does. No torch."""
+"""Which recipes (`contracts.precision`) servers match, and settings of a vLLM server that does. No torch."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from contracts.precision import Forward
 
 
 def server_mismatch(server: str, forward: Forward, plain: bool) -> str | None:
-    """Why `server` (vLLM or SGLang) does not match, with the fix, or None. plain: it loads float32 weights instead of
-    FP8 codes.
+    """Why `server` (vLLM, SGLang or TensorRT-LLM) does not match, with the fix, or None. plain: it loads float32
+    weights instead of FP8 codes.
 
-    Both round activations wherever they load FP8 blocks, and compute routers in their --dtype. vLLM's output head
+    They round activations wherever they load FP8 blocks, and compute routers in their --dtype. vLLM's output head
     follows --dtype unless `head_dtype` is float32 (vllm#48390), SGLang's unless --enable-fp32-lm-head is given.
     """
     kind, dtype = forward.recipe, vllm_dtype(forward)

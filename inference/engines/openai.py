@@ -13,7 +13,8 @@ from typing import Any
 
 from inference.engines.base import Completion, FinishReason, SamplingParams, StreamsWhole
 from inference.engines.config import CONNECTIONS, RETRIES, TIMEOUT_S
-from inference.engines.http import SEED_BITS, JsonClient
+from inference.engines.http import JsonClient
+from inference.engines.seeds import SEED_BITS
 from inference.errors import EngineError, StaleVersion
 
 OWNER = "triplane"

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from contracts.adapters import FOLDER
 from contracts.artifacts import Artifact, ArtifactRef
 from contracts.precision import Forward, forward_of
-from inference.engines.config import SglangConfig, VllmConfig
+from inference.engines.config import SglangConfig, TrtllmConfig, VllmConfig
 from inference.engines.matching import server_mismatch
 from inference.engines.probes import Probe, make_probes
 from inference.engines.vllm_plain import CONFIG, checkpoint_bytes, is_quantized_checkpoint, plain_checkpoint
@@ -29,7 +29,7 @@ TOLERANCE = {"dequantized": 1e-4, "fp8": 0.5}
 """Tolerance of probes. Two float32 implementations differ by some 1e-5; FP8 kernels that round activations change
 single tokens by tenths, a wrong order of experts by several nats.
 """
-Settings = VllmConfig | SglangConfig
+Settings = VllmConfig | SglangConfig | TrtllmConfig
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _log = logging.getLogger(__name__)
 

@@ -22,10 +22,11 @@ from pathlib import Path
 
 from inference.engines.base import Completion, FinishReason, SamplingParams, StreamsWhole
 from inference.engines.config import SglangConfig
-from inference.engines.http import SEED_BITS, JsonClient
+from inference.engines.http import JsonClient
 from inference.engines.marks import Spans, fresh_mark, read_spans, unproven
 from inference.engines.policies import PolicyDirectory, PolicyFiles, Prepared, Preparer, served_directory
 from inference.engines.probes import difference
+from inference.engines.seeds import SEED_BITS
 from inference.errors import EngineError, EngineStopped, EngineUnreachable, RequestTooLong, StaleVersion, WeightsDiffer
 
 PREFERENCES = {

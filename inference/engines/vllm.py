@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import hashlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -22,9 +21,10 @@ from contracts.errors import SchemaError
 from contracts.routing import Routes, decode_routes
 from inference.engines.base import Completion, FinishReason, SamplingParams, StreamsWhole
 from inference.engines.config import VllmConfig
-from inference.engines.http import SEED_BITS, JsonClient
+from inference.engines.http import JsonClient
 from inference.engines.marks import UNMARKED, read_spans
 from inference.engines.policies import PolicyDirectory, PolicyFiles, Prepared, Preparer, served_directory
+from inference.engines.seeds import mixed_seed
 from inference.engines.vllm_keeper import HEALTH_S, VllmKeeper
 from inference.engines.vllm_update import Policy, is_asleep, load_policy, prove_policy, score, served_version, serves
 from inference.errors import EngineError, EngineStopped, EngineUnreachable, RequestTooLong, StaleVersion, WeightsDiffer
@@ -341,11 +341,3 @@ def _routes(encoded: str | None) -> Routes | None:
         return decode_routes(base64.b64decode(encoded, validate=True))
     except (SchemaError, ValueError) as error:
         raise EngineError(f"vLLM's routed experts can't be read: {error}") from None
-
-
-def mixed_seed(seed: int, position: int) -> int:
-    """Seed of a request. vLLM counts random numbers from the request's first token, so each turn of an episode needs
-    another seed.
-    """
-    digest = hashlib.sha256(f"{seed}:{position}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") & SEED_BITS

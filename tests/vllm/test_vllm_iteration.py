@@ -20,7 +20,7 @@ import yaml
 
 from contracts.artifacts import Artifact, list_artifacts
 from contracts.episodes import read_episodes
-from inference.engines.vllm_server import SCRATCH
+from inference.engines.guarded import SCRATCH
 from tests.acceptance.laboratory import ROOT, Laboratory, processes_of
 from tests.acceptance.trainer_scores import trainer_scores
 from tests.vllm.conftest import real_config
