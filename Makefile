@@ -68,7 +68,7 @@ test-browser: $(NATIVE)  ## needs Chromium (Debian's package chromium)
 	$(BIN)/pytest -m browser
 
 test-vllm: $(NATIVE) $(VLLM_STAMP)  ## iterations on a real vLLM, on this CPU; its environment takes 3.5 GB in .venv-vllm
-	$(BIN)/pytest -m vllm tests/vllm
+	$(BIN)/pytest -m vllm tests/vllm tests/inference/test_engine_contract.py
 
 # afterwards without packages that it depends on, does not use on a CPU, and that do not fit its torch
 $(VLLM_STAMP): tests/vllm/requirements.txt

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from inference.bridge.client import Bridge
 from resources.refs import read_artifact
 from tests.bridge.hosted_parts import check_equal
@@ -23,6 +25,7 @@ def rows(world: World, asset: str, table: str) -> list[dict[str, Any]]:
     return found.table(f"{table}.parquet").to_pylist()
 
 
+@pytest.mark.slow
 def test_hosted_episodes_over_tls_are_the_recorded_rollouts(ran: World, tmp_path: Path) -> None:
     episodes, sequences = rows(ran, "rollouts", "episodes"), rows(ran, "rollouts", "sequences")
     rewards = {each["episode_id"]: each["reward"] for each in rows(ran, "rewards", "rewards")}
