@@ -80,6 +80,18 @@ class OpenAIConfig(_RemoteConfig):
         return False
 
 
+def _one(value: str, name: str, *, url: bool) -> str:
+    """The address of one server, checked. Raises ValueError."""
+    try:
+        found = parse_addresses(value, name)
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
+    wanted = "http://host:port" if url else "host:port"
+    if len(found) != 1 or found[0].is_name or bool(found[0].scheme) != url:
+        raise ValueError(f"{name}={value}: name one server, as {wanted}")
+    return value
+
+
 class _LoadingConfig(_RemoteConfig):
     """Settings of servers that load every policy and are tested to serve it."""
 
@@ -129,6 +141,11 @@ class SglangConfig(_LoadingConfig):
     $TRIPLANE_CACHE.
     """
 
+    @field_validator("base_url")
+    @classmethod
+    def _one_url(cls, value: str) -> str:
+        return _one(value, "engine.base_url", url=True)
+
     @property
     def records_routing(self) -> bool:
         """See the base class; its routed experts are not read."""
@@ -170,6 +187,11 @@ class TrtllmConfig(_LoadingConfig):
     """Weights that the server loads: the FP8 checkpoint, or a float32 copy of it in $TRIPLANE_CACHE."""
     max_restarts: int = Field(default=2, ge=0, le=100)
     """Maximum restarts of a server started here that died."""
+
+    @field_validator("address")
+    @classmethod
+    def _one_address(cls, value: str | None) -> str | None:
+        return value if value is None else _one(value, "engine.address", url=False)
 
     @property
     def records_routing(self) -> bool:

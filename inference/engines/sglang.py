@@ -76,11 +76,11 @@ class SglangEngine(StreamsWhole):
         tokens: list[int] = []
         logprobs: list[float] = []
         spans: Spans = []
-        async with self._attached():
+        async with self._attached() as version:
             while True:
                 left = params.max_tokens - len(tokens)
-                part = await self._sample([*prompt_ids, *tokens], params, left)
-                spans += [(version, start + len(tokens), end + len(tokens)) for version, start, end in part.spans]
+                part = await self._sample([*prompt_ids, *tokens], params, left, version)
+                spans += [(mark, start + len(tokens), end + len(tokens)) for mark, start, end in part.spans]
                 tokens += part.token_ids
                 logprobs += part.logprobs
                 ended = part.finish_reason != "stop" or tokens[-1] in params.stop_token_ids
@@ -93,8 +93,7 @@ class SglangEngine(StreamsWhole):
         """See Engine.score. Only at temperature 1."""
         if temperature != 1.0:
             raise EngineError(f"SGLang scores at temperature 1 only, not {temperature}")
-        async with self._attached():
-            version = self._version
+        async with self._attached() as version:
             logprobs, mark = await self._score(token_ids, version)
             if mark != version:
                 self._ready = False
@@ -119,17 +118,20 @@ class SglangEngine(StreamsWhole):
         await self._client.close()
 
     @asynccontextmanager
-    async def _attached(self) -> AsyncIterator[None]:
-        """A request to a server that is proven to serve the policy. A fault makes the next one attach again."""
+    async def _attached(self) -> AsyncIterator[str]:
+        """A request to a server that is proven to serve the policy, whose version it gets. A fault makes the next one
+        attach again.
+        """
         async with self._lock:
             if self._closed:
                 raise EngineStopped("the engine is closed: open another one")
             if not self._ready:
                 await self._attach()
+            version = self._version
             self._in_flight += 1
             self._idle.clear()
         try:
-            yield
+            yield version
         except (EngineUnreachable, EngineStopped, StaleVersion):
             self._ready = False
             raise
@@ -228,8 +230,8 @@ class SglangEngine(StreamsWhole):
             await asyncio.sleep(random.uniform(0.2, 0.6))
         return mark
 
-    async def _sample(self, context: Sequence[int], params: SamplingParams, most: int) -> Completion:
-        """Up to `most` tokens after `context`, by one request."""
+    async def _sample(self, context: Sequence[int], params: SamplingParams, most: int, version: str) -> Completion:
+        """Up to `most` tokens after `context`, by one request. version: whose cached prefixes it may use."""
         if len(context) > self._longest:
             raise RequestTooLong(
                 f"prompt has {len(context)} tokens, the server accepts {self._longest}: shorten it, or start SGLang"
@@ -248,7 +250,7 @@ class SglangEngine(StreamsWhole):
             "input_ids": list(context),
             "sampling_params": sampling,
             "return_logprob": True,
-            "cache_salt": self._version,
+            "cache_salt": version,
         }
         answer = await self._client.call("POST", "/generate", body)
         found = answer["meta_info"]
@@ -263,7 +265,7 @@ class SglangEngine(StreamsWhole):
         if ended is None or ended["type"] not in _REASONS:
             raise EngineError(f"SGLang ended a completion with {ended!r}: known are stop, length, abort")
         spans = read_spans(
-            f"SGLang at {self._client.base}", found.get("weight_versions"), len(tokens), self._version, self._proven
+            f"SGLang at {self._client.base}", found.get("weight_versions"), len(tokens), version, self._proven
         )
         return Completion(tokens, [float(entry[0]) for entry in entries], spans, _REASONS[ended["type"]])
 

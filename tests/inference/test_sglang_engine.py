@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from inference.engines import RoutedConfig, SamplingParams, SglangConfig, open_engine
 from inference.engines.builtin import BuiltinEngine
@@ -115,6 +116,25 @@ async def test_the_models_end_of_sequence_is_a_token_unless_the_request_stops_th
     await reference.close()
 
 
+async def test_a_completion_in_parts_keeps_its_policy_while_another_is_loaded(
+    server: SglangServer, folders: tuple[Path, Path]
+) -> None:
+    engine, reference = opened(server, folders[0]), BuiltinEngine(folders[0], FIRST, threads=1)
+    free = (await reference.generate([4], SamplingParams(1.0, 12, seed=3))).token_ids
+    await reference.close()
+    await engine.version()
+    server.end_of_sequence, server.hold_s = free[4], 0.3
+    other = next(token for token in range(96) if token not in free)
+    flying = asyncio.create_task(engine.generate([4], SamplingParams(1.0, 12, 3, (other,))))
+    await asyncio.sleep(0.1)
+    await engine.load_weights(folders[1], SECOND)
+    assert ((await flying).token_ids, (await flying).spans) == (free, [(FIRST, 0, 12)])
+    salts = [body["cache_salt"] for path, body in server.calls if path == "/generate"]
+    ours = [salt for salt in salts if not salt.startswith("probe of")]
+    assert len(ours) > 1 and set(ours) == {FIRST}
+    await engine.close()
+
+
 async def test_wrong_weights_and_unreadable_ones_are_refused_by_name(
     server: SglangServer, folders: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -199,3 +219,19 @@ async def test_two_servers_stand_behind_a_router(server: SglangServer, folders: 
         assert (await engine.generate([1], PARAMS)).spans == [(FIRST, 0, 8)]
         assert server.version == second.version == FIRST
         await engine.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "setting", "value"),
+    [
+        ("sglang", "base_url", "gpu-1:30000"),
+        ("sglang", "base_url", "http://a:1,http://b:2"),
+        ("sglang", "base_url", "htp://a"),
+        ("trtllm", "address", "http://a:1"),
+        ("trtllm", "address", "dns:servers:1"),
+        ("trtllm", "address", "nowhere"),
+    ],
+)
+def test_an_address_that_is_none_is_refused_at_once(kind: str, setting: str, value: str) -> None:
+    with pytest.raises(ValidationError, match=rf"engine\.{setting}"):
+        RoutedConfig.model_validate({"kind": "routed", "replicas": [{"kind": kind, setting: value}]})
