@@ -146,7 +146,7 @@ def _listening(arguments: argparse.Namespace) -> tuple[str, int, list[str]]:
         raise EnvdError(f"--http {arguments.http!r} must be HOST:PORT")
     keys = [] if arguments.http_keys is None else read_secret(arguments.http_keys).decode().split()
     if not keys and arguments.http_keys is not None:
-        raise EnvdError(f"--http-keys {arguments.http_keys} holds no key: write one a line")
+        raise EnvdError(f"--http-keys {arguments.http_keys} has no keys: write one key per line")
     if not keys and not is_local(arguments.http):
         raise EnvdError(f"--http {arguments.http} is reached from other machines: give --http-keys")
     return host, int(port), keys

@@ -129,7 +129,9 @@ def _int32(tokens: Tokens) -> npt.NDArray[np.int32]:
     try:
         return np.asarray(tokens, "<i4")
     except (OverflowError, ValueError, TypeError) as error:
-        raise RouterError(f"a prompt holds what is no token id ({error}): send integers in [0, 2**31)") from None
+        raise RouterError(
+            f"the prompt has an entry that is not a token id ({error}): send integers in [0, 2**31)"
+        ) from None
 
 
 def _odd(seed: str, count: int) -> npt.NDArray[np.uint64]:

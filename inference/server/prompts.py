@@ -46,7 +46,7 @@ def asked(content: bytes) -> Asked:
         try:
             return Asked(np.array(found, np.int32), most)
         except OverflowError:
-            raise BadRequest("the prompt holds what is no token id: send integers in [0, 2**31)") from None
+            raise BadRequest("the prompt has an entry that is not a token id: send integers in [0, 2**31)") from None
     if isinstance(found, str):
         return Asked(_words(found), most)
     parts = found if found is not None else [*_listed(body.get("tools")), *body["messages"]]

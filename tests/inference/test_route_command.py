@@ -228,7 +228,7 @@ def test_contradictory_requests_and_addresses_are_refused_by_name() -> None:
             (b"{", "the body is not JSON"),
             (b"[]", "no JSON object"),
             (b"{}", "neither `prompt`, `token_ids` nor a list `messages`"),
-            (json.dumps({"prompt": [1 << 31]}).encode(), "no token id"),
+            (json.dumps({"prompt": [1 << 31]}).encode(), "not a token id"),
         ):
             reply = HTTP.post(f"{face.url}/v1/completions", content=content, timeout=60)
             assert reply.status_code == 400 and said in reply.json()["error"]["message"]

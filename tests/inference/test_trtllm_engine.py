@@ -44,6 +44,7 @@ def servers() -> list[psutil.Process]:
     return [each for each in found if "tests.inference.trtllm_server" in each.cmdline() and "--" not in each.cmdline()]
 
 
+@pytest.mark.slow
 async def test_each_policy_has_a_server_and_requests_in_flight_finish_on_theirs(folders: tuple[Path, Path]) -> None:
     engine = opened(folders[0], env={"HOLD_S": "0.3"})
     assert await engine.version() == FIRST
