@@ -154,6 +154,8 @@ class TrtllmEngine(StreamsWhole):
             new = _Server(self._config, f"127.0.0.1:{port}", child)
         try:
             await new.prove(prepared, served, int(self._files.config()["max_position_embeddings"]))
+            if self._closed:
+                raise EngineStopped("the engine was closed while its server started")
         except BaseException:
             if new is not self._server:
                 await new.stop()

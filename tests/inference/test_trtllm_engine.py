@@ -101,6 +101,19 @@ async def test_a_server_that_dies_is_replaced_a_few_times(folders: tuple[Path, P
 
 
 @pytest.mark.slow
+async def test_a_server_that_starts_ends_with_the_engine(folders: tuple[Path, Path]) -> None:
+    engine = opened(folders[0])
+    starting = asyncio.create_task(engine.version())
+    async with asyncio.timeout(20):
+        while not servers():
+            await asyncio.sleep(0.01)
+    await engine.close()
+    with pytest.raises(EngineStopped, match="closed while its server started"):
+        await starting
+    assert not servers()
+
+
+@pytest.mark.slow
 async def test_one_memory_for_one_server_ends_the_old_one_first(folders: tuple[Path, Path]) -> None:
     engine = opened(folders[0], overlap=False)
     await engine.version()
