@@ -22,6 +22,8 @@ from triplane_dagster.pod_faults import faults_of
 from triplane_dagster.private_dagster import CheckRunHealthResult, WorkerStatus
 
 _log = logging.getLogger(__name__)
+LAUNCH_S = 60.0
+"""Seconds after which a run without a Job will not get one: whoever launches it makes the Job at once, or fails."""
 _NO_JOB = "could not be found"
 _RUN, _STEP = "dagster-run-", "dagster-step-"
 """Beginnings of the names of Jobs."""
@@ -51,13 +53,15 @@ class RunPodLauncher(K8sRunLauncher):
         if found.status is WorkerStatus.FAILED:
             return f"{found.msg} {self._why(run)}".strip()
         launched, bound = self._instance.get_run_stats(run.run_id).launch_time, start_bound_s(self._instance)
-        if not launched or bound <= 0 or time.time() - launched < EARLIER * bound:
+        waited = time.time() - launched if launched else 0.0
+        if found.status is WorkerStatus.UNKNOWN and _NO_JOB in (found.msg or "") and waited > LAUNCH_S:
+            return f"The run has no Job {waited:.0f} s after its launch: the daemon that launched it has ended."
+        if not launched or bound <= 0 or waited < EARLIER * bound:
             return None
         try:
             why = why_not_started(self._api_client, f"{_RUN}{run.run_id}", self._namespace(run))
         except (ApiException, HTTPError):
             return None  # asked again at the next look
-        waited = time.time() - launched
         return why and f"The run's pod has not started within {waited:.0f} s (runs.startTimeoutSeconds): {why}."
 
     def remove_run(self, run: DagsterRun) -> None:

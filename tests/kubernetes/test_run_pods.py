@@ -27,6 +27,7 @@ from kubernetes.client import (
 )
 
 from tests.kubernetes.api_server import NAMESPACE, Cluster, serving
+from triplane_dagster import run_pods
 from triplane_dagster.dead_runs import end_dead_runs
 from triplane_dagster.pod_faults import faults_of, pod_fault
 from triplane_dagster.private_dagster import CheckStepHealthResult, WorkerStatus
@@ -127,6 +128,35 @@ def test_a_run_whose_pod_finds_no_node_fails_with_the_words_of_the_scheduler(
     (entry,) = instance.all_logs(RUN, of_type=dg.DagsterEventType.RUN_FAILURE)
     failed = entry.get_dagster_event()
     assert "has no node: 0/1 nodes are available: 1 Insufficient nvidia.com/gpu" in (failed.message or "")
+
+
+def test_a_run_whose_launch_was_cut_off_before_its_job_was_made_fails_soon(
+    launcher: RunPodLauncher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    instance = launcher._instance
+    monkeypatch.setattr(type(instance), "run_launcher", property(lambda _: launcher))
+    instance.add_run(dg.DagsterRun(job_name="tiny_base", run_id=RUN))
+    instance.report_dagster_event(dg.DagsterEvent(dg.DagsterEventType.RUN_STARTING.value, "tiny_base"), RUN)
+    assert end_dead_runs(instance) == [], "its Job may be made at this moment"
+    monkeypatch.setattr(run_pods, "LAUNCH_S", 0.2)
+    time.sleep(0.3)
+    assert end_dead_runs(instance) == [RUN] and end_dead_runs(instance) == []
+    (entry,) = instance.all_logs(RUN, of_type=dg.DagsterEventType.RUN_FAILURE)
+    assert "has no Job 0 s after its launch: the daemon that launched it has ended" in (
+        entry.get_dagster_event().message or ""
+    )
+
+
+def test_an_api_server_that_does_not_reply_cuts_off_no_launch(
+    cluster: Cluster, launcher: RunPodLauncher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    instance = launcher._instance
+    monkeypatch.setattr(type(instance), "run_launcher", property(lambda _: launcher))
+    instance.add_run(dg.DagsterRun(job_name="tiny_base", run_id=RUN))
+    instance.report_dagster_event(dg.DagsterEvent(dg.DagsterEventType.RUN_STARTING.value, "tiny_base"), RUN)
+    monkeypatch.setattr(run_pods, "LAUNCH_S", 0.0)
+    cluster.down(60)
+    assert end_dead_runs(instance) == []
 
 
 class StepOf:
