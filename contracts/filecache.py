@@ -24,6 +24,8 @@ DEFAULT_GB = 20.0
 KEEP_S = 3600.0
 PARTIAL = "part-"
 """Prefix of the names of unfinished copies."""
+_ATTEMPTS = 20
+"""To place a copy in a folder that other processes sweep."""
 
 
 class FileCache:
@@ -101,13 +103,17 @@ class FileCache:
         target = self._root / key
         partial.chmod(0o444)
         size = partial.stat().st_size
-        for _ in range(3):
-            target.parent.mkdir(parents=True, exist_ok=True)
+        for _ in range(_ATTEMPTS):
             try:
+                target.parent.mkdir(parents=True, exist_ok=True)
                 partial.replace(target)
                 break
             except FileNotFoundError:
                 continue  # a sweep removed the empty folder between mkdir and replace
+            except FileExistsError:
+                # what exists is no folder, or was one when mkdir found it and is swept by now
+                if any(each.exists() and not each.is_dir() for each in target.parents):
+                    raise
         else:
             raise StoreError(
                 f"cache {target.parent} disappears while {key} is being written: stop the process that removes it"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 import time
@@ -269,6 +270,25 @@ def test_many_fill_and_sweep_at_once(tmp_path: Path) -> None:
     )
     FileCache(tmp_path / "cache", "place", 20_000, keep_s=0).sweep()
     assert sum(path.stat().st_size for path in kept if path.exists()) <= 20_000
+
+
+def test_a_folder_swept_while_it_is_made_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """mkdir finds the folder, a sweep removes it, and mkdir looks whether it is one."""
+    cache, made, swept = FileCache(tmp_path / "cache", "place", 20_000), Path.mkdir, iter(range(3))
+
+    def mkdir(path: Path, *arguments: object, **options: object) -> None:
+        if next(swept, None) is not None:
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+        made(path, *arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    with cache.fill("folder/file") as (partial, target):
+        partial.write_bytes(b"content")
+    assert target.read_bytes() == b"content"
+    (tmp_path / "cache" / "place" / "no folder").write_bytes(b"")
+    for key in ("no folder/file", "no folder/deeper/file"):
+        with pytest.raises(StoreError, match="is not writable"), cache.fill(key) as (partial, _):
+            partial.write_bytes(b"content")
 
 
 def test_a_cache_bound_that_is_no_number_is_named(s3: FaultyS3, monkeypatch: pytest.MonkeyPatch) -> None:
