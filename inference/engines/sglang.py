@@ -59,6 +59,8 @@ class SglangEngine(StreamsWhole):
         """Whether the server is proven to serve `_version`."""
         self._proven: set[str] = set()
         """Versions that the server was proven to serve: requests in flight may still have an earlier one."""
+        self._own_mark = ""
+        """Mark of the latest attempt of this client to load a policy."""
         self._longest = 0
         """Tokens of the longest prompt that the server accepts."""
         self._lock = asyncio.Lock()
@@ -170,7 +172,7 @@ class SglangEngine(StreamsWhole):
     async def _load(self, prepared: Prepared) -> None:
         """Replace the server's weights, prove them, and mark them with the version."""
         served = await asyncio.to_thread(served_directory, self._files, prepared.plain)
-        mark = fresh_mark(prepared.version)
+        mark = self._own_mark = fresh_mark(prepared.version)
         try:
             async with asyncio.timeout(self._config.drain_s):
                 await self._idle.wait()
@@ -226,9 +228,12 @@ class SglangEngine(StreamsWhole):
     async def _settled_mark(self) -> str:
         """The mark, after another client that is loading this very policy has finished, or has had time to."""
         until = time.monotonic() + OTHERS_S
-        while (mark := await self._mark()).startswith(unproven(self._version)) and time.monotonic() < until:
+        while True:
+            mark = await self._mark()
+            others = mark.startswith(unproven(self._version)) and mark != self._own_mark
+            if not others or time.monotonic() > until:
+                return mark
             await asyncio.sleep(random.uniform(0.2, 0.6))
-        return mark
 
     async def _sample(self, context: Sequence[int], params: SamplingParams, most: int, version: str) -> Completion:
         """Up to `most` tokens after `context`, by one request. version: whose cached prefixes it may use."""
