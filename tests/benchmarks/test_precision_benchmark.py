@@ -20,7 +20,7 @@ TINY = {
     "vocabulary": 64,
     "sequences": 8,
     "length": 32,
-    "steps": 10,
+    "steps": 6,
     "learning_rate": 1e-2,
 }
 

@@ -168,6 +168,7 @@ async def test_bridge_is_restarted_under_open_turns(policy: Path, tmp_path: Path
 
 
 @looped
+@pytest.mark.slow
 async def test_killed_bridge_is_started_again_under_open_turns(tmp_path: Path) -> None:
     policy = write_checkpoint(tmp_path / "p", 0, max_position_embeddings=2048)
     listen, journal = f"unix:{tmp_path / 'b.sock'}", str(tmp_path / "journal")

@@ -267,6 +267,7 @@ async def test_next_bridge_finds_sandboxes_on_a_list_of_servers(envd: str, tmp_p
 
 
 @looped
+@pytest.mark.slow
 async def test_calls_whose_answers_are_not_kept_any_more_are_not_sent_again(
     envd: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -105,6 +105,7 @@ def test_fork_without_overrides_is_its_source_and_makes_nothing_twice(source: Wo
     assert changed_steps(source.store, forked, ["0000"]) == [] and stale_steps(source.store, "same") == []
 
 
+@pytest.mark.slow
 def test_fork_with_another_loss_and_reward_trains_on_the_same_episodes(source: World) -> None:
     before = count(source, *SAMPLED)
     fork("tiny/0001", "--as", "exp2", "--set", "trainer.algorithm.kind=dapo")

@@ -36,6 +36,7 @@ def ran_ahead(overlapped: Experiment, base_world: Path, tmp_path_factory: pytest
     yield from run_world(overlapped, 3, tmp_path_factory.mktemp("ahead"), base_world)
 
 
+@pytest.mark.slow
 def test_each_iteration_but_the_first_is_sampled_one_training_before_its_start(ran_ahead: World) -> None:
     assert ran_ahead.made == ["0000", "0001", "0002"]
     history = Registry(ran_ahead.store, ran_ahead.experiment.name).history()
@@ -50,6 +51,7 @@ def test_each_iteration_but_the_first_is_sampled_one_training_before_its_start(r
     assert ages == [0, 1, 1]
 
 
+@pytest.mark.slow
 def test_the_policy_that_sampled_is_in_the_tokens_in_the_lineage_and_on_the_page(ran_ahead: World) -> None:
     for iteration, age in zip(ran_ahead.made, (0, 1, 1), strict=True):
         rollouts = read_artifact(ran_ahead.store, "tiny", "rollouts", iteration)
@@ -67,6 +69,7 @@ def test_the_policy_that_sampled_is_in_the_tokens_in_the_lineage_and_on_the_page
         assert made is not None and made.metadata["staleness"].value == age
 
 
+@pytest.mark.slow
 def test_halves_ran_side_by_side(ran_ahead: World) -> None:
     runs = {
         (run.dagster_run.tags[HALF_TAG], run.dagster_run.tags["dagster/partition"]): run
@@ -80,6 +83,7 @@ def test_halves_ran_side_by_side(ran_ahead: World) -> None:
         assert sampled.start_time < trained.end_time and trained.start_time < sampled.end_time
 
 
+@pytest.mark.slow
 def test_a_repeated_command_makes_nothing_again(ran_ahead: World) -> None:
     before = len(list(ran_ahead.store.list("artifacts/")))
     with open_runner(ran_ahead.experiment, ran_ahead.instance) as runner:

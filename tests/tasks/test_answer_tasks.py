@@ -60,6 +60,7 @@ def test_a_suite_of_answers_is_imported_proved_shown_and_played(tmp_path: Path, 
     assert (report.broken, sound) == ([], list(tasks.values()))
 
 
+@pytest.mark.slow
 def test_the_expected_answer_is_nowhere_in_the_sandbox_of_its_agent(tmp_path: Path, envd_address: str) -> None:
     (task,) = read_source(folders(tmp_path / "tasks", {"word": ANSWERS["word"]})).tasks
     search = (
