@@ -58,6 +58,15 @@ def launcher(cluster: Cluster) -> Iterator[RunPodLauncher]:
         yield made
 
 
+def starting(launcher: RunPodLauncher, monkeypatch: pytest.MonkeyPatch) -> dg.DagsterInstance:
+    """The launcher's instance, with a run that is being launched."""
+    instance = launcher._instance
+    monkeypatch.setattr(type(instance), "run_launcher", property(lambda _: launcher))
+    instance.add_run(dg.DagsterRun(job_name="tiny_base", run_id=RUN))
+    instance.report_dagster_event(dg.DagsterEvent(dg.DagsterEventType.RUN_STARTING.value, "tiny_base"), RUN)
+    return instance
+
+
 def started() -> dg.DagsterRun:
     return dg.DagsterRun(job_name="tiny_base", run_id=RUN, status=dg.DagsterRunStatus.STARTED)
 
@@ -115,10 +124,7 @@ def await_event(cluster: Cluster) -> None:
 def test_a_run_whose_pod_finds_no_node_fails_with_the_words_of_the_scheduler(
     cluster: Cluster, launcher: RunPodLauncher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    instance = launcher._instance
-    monkeypatch.setattr(type(instance), "run_launcher", property(lambda _: launcher))
-    instance.add_run(dg.DagsterRun(job_name="tiny_base", run_id=RUN))
-    instance.report_dagster_event(dg.DagsterEvent(dg.DagsterEventType.RUN_STARTING.value, "tiny_base"), RUN)
+    instance = starting(launcher, monkeypatch)
     cluster.add("jobs", unschedulable(f"dagster-run-{RUN}"))
     await_event(cluster)
     assert end_dead_runs(instance) == [], "it has time"
@@ -133,10 +139,7 @@ def test_a_run_whose_pod_finds_no_node_fails_with_the_words_of_the_scheduler(
 def test_a_run_whose_launch_was_cut_off_before_its_job_was_made_fails_soon(
     launcher: RunPodLauncher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    instance = launcher._instance
-    monkeypatch.setattr(type(instance), "run_launcher", property(lambda _: launcher))
-    instance.add_run(dg.DagsterRun(job_name="tiny_base", run_id=RUN))
-    instance.report_dagster_event(dg.DagsterEvent(dg.DagsterEventType.RUN_STARTING.value, "tiny_base"), RUN)
+    instance = starting(launcher, monkeypatch)
     assert end_dead_runs(instance) == [], "its Job may be made at this moment"
     monkeypatch.setattr(run_pods, "LAUNCH_S", 0.2)
     time.sleep(0.3)
@@ -150,10 +153,7 @@ def test_a_run_whose_launch_was_cut_off_before_its_job_was_made_fails_soon(
 def test_an_api_server_that_does_not_reply_cuts_off_no_launch(
     cluster: Cluster, launcher: RunPodLauncher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    instance = launcher._instance
-    monkeypatch.setattr(type(instance), "run_launcher", property(lambda _: launcher))
-    instance.add_run(dg.DagsterRun(job_name="tiny_base", run_id=RUN))
-    instance.report_dagster_event(dg.DagsterEvent(dg.DagsterEventType.RUN_STARTING.value, "tiny_base"), RUN)
+    instance = starting(launcher, monkeypatch)
     monkeypatch.setattr(run_pods, "LAUNCH_S", 0.0)
     cluster.down(60)
     assert end_dead_runs(instance) == []
