@@ -111,7 +111,7 @@ class FileCache:
             except FileNotFoundError:
                 continue  # a sweep removed the empty folder between mkdir and replace
             except FileExistsError:
-                # what exists is no folder, or was one when mkdir found it and is swept by now
+                # a file is in the way; or mkdir found a folder that a sweep removed before mkdir checked its type
                 if any(each.exists() and not each.is_dir() for each in target.parents):
                     raise
         else:

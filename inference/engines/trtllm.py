@@ -352,7 +352,7 @@ def _completion(answer: pb2.GenerateComplete, version: str) -> Completion:
     reason = _REASONS.get(answer.finish_reason)
     if reason is None:
         raise EngineStopped(f"TensorRT-LLM ended a completion with {answer.finish_reason!r}")
-    # a token that is missing among the alternatives was given the log probability 0.0 by the servicer
+    # the server reports 0.0 for a token that it has no log probability of: such a token lacks an alternative
     known = [
         entry.logprob
         for token, entry in zip(tokens, answer.logprobs, strict=False)
