@@ -139,8 +139,12 @@ SEQUENCES = pa.schema(
 tokens that are not POLICY.
 """
 ROUTED_EXPERTS = pa.field("routed_experts", pa.large_binary())
-"""Optional last column of SEQUENCES, absent unless `rollouts.record_routing` is set: see `contracts.routing`. Null for
+"""Optional column of SEQUENCES, absent unless `rollouts.record_routing` is set: see `contracts.routing`. Null for
 a sequence of which the policy sampled no token.
+"""
+SUPPORTS = pa.field("supports", pa.large_binary())
+"""Optional column of SEQUENCES, absent unless the rollouts sample from part of the vocabulary (`rollouts.grammar`,
+`rollouts.top_p`): see `contracts.supports`. Null for a sequence whose tokens were all drawn from the whole vocabulary.
 """
 
 TELEMETRY = pa.schema(
@@ -179,6 +183,8 @@ class TokenSequence:
     """(policy version, start, end) over token positions, half open."""
     routed_experts: bytes | None = None
     """Experts that the sampler chose, as `contracts.routing.encode_routes` gives them; None if not recorded."""
+    supports: bytes | None = None
+    """Sets that the tokens were drawn from, as `contracts.supports.encode_supports` gives them; None: all."""
 
 
 @dataclass(frozen=True)
@@ -243,8 +249,8 @@ def episodes_table(episodes: list[Episode]) -> pa.Table:
     return pa.Table.from_pylist(rows, schema=EPISODES)
 
 
-def sequences_table(episodes: list[Episode], *, routed: bool = False) -> pa.Table:
-    """Rows of SEQUENCES, episode by episode. routed: append the column ROUTED_EXPERTS."""
+def sequences_table(episodes: list[Episode], *optional: pa.Field) -> pa.Table:
+    """Rows of SEQUENCES, episode by episode. optional: columns to append, of ROUTED_EXPERTS and SUPPORTS."""
     rows = [
         {
             "episode_id": episode.episode_id,
@@ -256,11 +262,12 @@ def sequences_table(episodes: list[Episode], *, routed: bool = False) -> pa.Tabl
                 {"version": version, "start": start, "end": end} for version, start, end in sequence.policy_spans
             ],
             ROUTED_EXPERTS.name: sequence.routed_experts,
+            SUPPORTS.name: sequence.supports,
         }
         for episode in episodes
         for index, sequence in enumerate(episode.sequences)
     ]
-    return pa.Table.from_pylist(rows, schema=SEQUENCES.append(ROUTED_EXPERTS) if routed else SEQUENCES)
+    return pa.Table.from_pylist(rows, schema=pa.schema([*SEQUENCES, *optional]))
 
 
 def telemetry_table(episodes: list[Episode]) -> pa.Table:
@@ -276,7 +283,14 @@ def read_episodes(episodes: pa.Table, sequences: pa.Table) -> list[Episode]:
     for row in sorted(sequences.to_pylist(), key=lambda row: (row["episode_id"], row["index"])):
         spans = [(span["version"], span["start"], span["end"]) for span in row["policy_spans"]]
         by_episode.setdefault(row["episode_id"], []).append(
-            TokenSequence(row["token_ids"], row["token_role"], row["logprobs"], spans, row.get(ROUTED_EXPERTS.name))
+            TokenSequence(
+                row["token_ids"],
+                row["token_role"],
+                row["logprobs"],
+                spans,
+                row.get(ROUTED_EXPERTS.name),
+                row.get(SUPPORTS.name),
+            )
         )
     found = []
     for row in episodes.to_pylist():

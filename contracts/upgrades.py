@@ -12,7 +12,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from contracts.episodes import ROUTED_EXPERTS
+from contracts.episodes import ROUTED_EXPERTS, SUPPORTS
 
 _FAILURE = {"failure": pa.string()}
 
@@ -25,10 +25,12 @@ COLUMNS: Mapping[tuple[str, str], Mapping[str, pa.DataType]] = {
 }
 """(kind of artifact, file) -> columns added later, with their types. They read as null in older artifacts."""
 
+_RECORDED = {each.name: each.type for each in (ROUTED_EXPERTS, SUPPORTS)}
+
 OPTIONAL: Mapping[tuple[str, str], Mapping[str, pa.DataType]] = {
-    ("group", "sequences.parquet"): {ROUTED_EXPERTS.name: ROUTED_EXPERTS.type},
-    ("rollouts", "sequences.parquet"): {ROUTED_EXPERTS.name: ROUTED_EXPERTS.type},
-    ("dataset", "train.parquet"): {ROUTED_EXPERTS.name: ROUTED_EXPERTS.type},
+    ("group", "sequences.parquet"): _RECORDED,
+    ("rollouts", "sequences.parquet"): _RECORDED,
+    ("dataset", "train.parquet"): _RECORDED,
 }
 """(kind of artifact, file) -> columns that only some experiments write. They read as null where absent, if named."""
 

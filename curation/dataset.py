@@ -26,7 +26,7 @@ import pyarrow.compute as pc
 from pydantic import BaseModel, ConfigDict, Field
 
 from contracts.artifacts import Artifact, ArtifactWriter, Frozen
-from contracts.episodes import ROUTED_EXPERTS, TokenRole, lacks_variance
+from contracts.episodes import ROUTED_EXPERTS, SUPPORTS, TokenRole, lacks_variance
 from curation.errors import DuplicateRows, RewardsMismatch
 
 DATASET_VERSION = "3"
@@ -70,8 +70,8 @@ TRAIN = pa.schema(
     ]
 )
 """One row per kept sequence, ordered by the unique (group, sample, sequence). group_index: dense over kept groups, in
-rollouts order. policy_versions: distinct, sorted. Where the rollouts recorded their routing, the column
-`contracts.episodes.ROUTED_EXPERTS` follows.
+rollouts order. policy_versions: distinct, sorted. The columns ROUTED_EXPERTS and SUPPORTS of `contracts.episodes`
+follow where the rollouts recorded them.
 """
 
 MEMBERS = pa.schema(
@@ -183,11 +183,12 @@ def select_rows(
             },
         )
         members = db.sql("SELECT * FROM members ORDER BY position").to_arrow_table()
-        routed = ROUTED_EXPERTS.name in db.table("sequences").columns
-        if routed:  # the routing of one batch of rows may exceed 2 GiB
+        recorded = [each for each in (ROUTED_EXPERTS, SUPPORTS) if each.name in db.table("sequences").columns]
+        if recorded:  # the routing of one batch of rows may exceed 2 GiB
             db.execute("SET arrow_large_buffer_size = true")
-        train = db.sql(_TRAIN.format(routed=f", s.{ROUTED_EXPERTS.name}" if routed else "")).to_arrow_table()
-    schema = TRAIN.append(ROUTED_EXPERTS) if routed else TRAIN
+        columns = "".join(f", s.{each.name}" for each in recorded)
+        train = db.sql(_TRAIN.format(recorded=columns)).to_arrow_table()
+    schema = pa.schema([*TRAIN, *recorded])
     return train.select(schema.names).cast(schema), members.select(MEMBERS.names).cast(MEMBERS)
 
 
@@ -264,7 +265,7 @@ WITH kept AS (
 SELECT
     k.episode_id, k.group_id, k.group_index, k.sample, s.index AS sequence, s.token_ids, s.token_role, s.logprobs,
     list_sort(list_distinct(list_transform(s.policy_spans, lambda span: span.version))) AS policy_versions,
-    k.reward{routed}
+    k.reward{recorded}
 FROM kept k JOIN sequences s USING (episode_id)
 ORDER BY k.group_index, k.position, s.index
 """

@@ -31,6 +31,7 @@ COLUMNS = {
     "token_role": "Role of each token: 0 prompt, 1 policy, 2 environment, 3 forced by grammar.",
     "logprobs": "Log-probabilities under the sampling distribution; null for other tokens than the policy's.",
     "routed_experts": "Experts that the sampler chose: NumPy array [positions, layers, experts per token].",
+    "supports": "Sets of tokens that the tokens were drawn from: four NumPy arrays.",
     "reward": "Sum of the components; null, not 0, if the episode must not train.",
     "solved": "Whether every hidden test passed on the final state.",
     "components": "Weighted contribution of each component.",

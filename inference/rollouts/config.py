@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+
+from contracts.episodes import ROUTED_EXPERTS, SUPPORTS
 
 Profile = Literal["deterministic", "throughput"]
 
@@ -56,6 +59,15 @@ class RolloutConfig(BaseModel):
     above 256 experts) a token, layer and expert chosen: 384 bytes a token for Qwen3-30B-A3B. The engine must return
     them: `builtin` does, vLLM with the flag --enable-return-routed-experts.
     """
+    grammar: bool = False
+    """Whether tool calls are sampled under the grammar of the task's tools: a call that ends is valid. Tokens without
+    an alternative are inserted instead of sampled; the supports of the others are recorded, and the trainer normalizes
+    over them. The engine must be `builtin`.
+    """
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    """Sample from the most probable tokens whose probabilities add up to at least this (nucleus sampling); 1: from all.
+    Supports are recorded. The engine must be `builtin`.
+    """
     profile: Profile = "deterministic"
     """deterministic: of over-sampled episodes the lowest sample indices are kept. throughput: the first to arrive, the
     rest is aborted.
@@ -65,10 +77,21 @@ class RolloutConfig(BaseModel):
     def _leave_out_unset(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Dump the fields. Newer ones are left out if unset, so that action keys stay as they are without them."""
         values: dict[str, Any] = dump(self)
-        for name in ("tool_prompt", "record_routing"):
-            if not getattr(self, name):
+        for name in ("tool_prompt", "record_routing", "grammar", "top_p"):
+            if getattr(self, name) == type(self).model_fields[name].default:
                 values.pop(name, None)
         return values
+
+    @property
+    def records_supports(self) -> bool:
+        """Whether tokens are sampled from part of the vocabulary, which is recorded."""
+        return self.grammar or self.top_p < 1.0
+
+    @property
+    def recorded(self) -> list[pa.Field]:
+        """Optional columns of the sequences."""
+        wanted = ((ROUTED_EXPERTS, self.record_routing), (SUPPORTS, self.records_supports))
+        return [field for field, recorded in wanted if recorded]
 
     @property
     def episodes_started(self) -> int:

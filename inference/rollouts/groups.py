@@ -49,7 +49,7 @@ def commit_group(
         code_version=ROLLOUTS_VERSION,
     ) as out:
         out.add_table("episodes.parquet", episodes_table(rows))
-        out.add_table("sequences.parquet", sequences_table(rows, routed=plan.config.record_routing))
+        out.add_table("sequences.parquet", sequences_table(rows, *plan.config.recorded))
         out.add_table("telemetry.parquet", telemetry_table(rows), telemetry=True)
         return out.commit(
             meta={

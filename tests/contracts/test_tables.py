@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 
 from contracts.digests import action_key, canonical_json, sha256, table_digest, tensors_digest
 from contracts.episodes import (
+    ROUTED_EXPERTS,
+    SUPPORTS,
     Episode,
     Outcome,
     Slot,
@@ -38,8 +40,8 @@ def sequences(draw: st.DrawFn) -> TokenSequence:
     roles = draw(st.lists(st.sampled_from(TokenRole), max_size=20))
     ids = [draw(st.integers(0, 2**31 - 1)) for _ in roles]
     logprobs = [draw(FLOATS32) if role == TokenRole.POLICY else None for role in roles]
-    routes = draw(st.none() | st.binary(max_size=20))
-    return TokenSequence(ids, [int(role) for role in roles], logprobs, [("v1", 0, len(roles))], routes)
+    routes, supports = draw(st.none() | st.binary(max_size=20)), draw(st.none() | st.binary(max_size=20))
+    return TokenSequence(ids, [int(role) for role in roles], logprobs, [("v1", 0, len(roles))], routes, supports)
 
 
 @st.composite
@@ -72,7 +74,7 @@ def episodes(draw: st.DrawFn) -> Episode:
 @given(st.lists(episodes(), max_size=4, unique_by=lambda episode: episode.episode_id))
 def test_episodes_survive_parquet(found: list[Episode]) -> None:
     tables = []
-    for table in (episodes_table(found), sequences_table(found, routed=True)):
+    for table in (episodes_table(found), sequences_table(found, ROUTED_EXPERTS, SUPPORTS)):
         buffer = io.BytesIO()
         pq.write_table(table, buffer)
         tables.append(pq.read_table(io.BytesIO(buffer.getvalue())))

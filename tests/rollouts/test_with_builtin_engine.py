@@ -14,7 +14,15 @@ from rollouts_script import POLICY, make_plan, make_tasks, play_evaluation
 
 from contracts.chat import ChatTokenizer
 from contracts.digests import table_digest
-from contracts.episodes import Episode, Outcome, TokenRole, episodes_table, read_episodes, sequences_table
+from contracts.episodes import (
+    ROUTED_EXPERTS,
+    Episode,
+    Outcome,
+    TokenRole,
+    episodes_table,
+    read_episodes,
+    sequences_table,
+)
 from contracts.routing import decode_routes
 from envd.client import SandboxClient
 from envd.local import LocalEnvd
@@ -108,7 +116,7 @@ def test_recorded_routing_covers_all_turns_up_to_the_last_sampled_token(
     )
     assert table_digest(sequences_table(played)) == table_digest(sequences_table(plain))
     assert max(episode.turns for episode in played) > 1
-    table = sequences_table(played, routed=True)
+    table = sequences_table(played, ROUTED_EXPERTS)
     weights = read_weights(random_policy)
     for episode in read_episodes(episodes_table(played), table):
         (sequence,) = episode.sequences
