@@ -96,6 +96,7 @@ class ChatTokenizer:
         self._ids: dict[str, int] = {token: int(tokenizer.token_to_id(token) or 0) for token in SPECIAL_TOKENS}
         self.end_of_turn: int = self._ids[TURN_END]
         self.pad: int = self._ids[END_OF_TEXT]
+        self.call_end: int = self._ids[CALL_END]
 
     @classmethod
     def from_directory(cls, directory: Path, *, spaced: bool = False) -> ChatTokenizer:
@@ -104,6 +105,11 @@ class ChatTokenizer:
         if not path.is_file():
             raise SchemaError(f"{directory} has no tokenizer.json: is it a checkpoint directory?")
         return cls(Tokenizer.from_file(str(path)), spaced=spaced)
+
+    @property
+    def spaced(self) -> bool:
+        """Whether calls have Qwen's layout, with newlines and blanks."""
+        return self._spaced
 
     @property
     def vocabulary_size(self) -> int:

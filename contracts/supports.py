@@ -12,7 +12,7 @@ fewer: a few bytes for the names in a tool call, some kilobytes for the text in 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -142,8 +142,12 @@ def decode_supports(data: bytes) -> Supports:
     return Supports(numbers, sizes, left_out, ids)
 
 
-def _consistent(numbers: npt.NDArray[np.int32], sizes: npt.NDArray[np.int32], *others: Sequence[object]) -> bool:
-    left_out, ids = others
+def _consistent(
+    numbers: npt.NDArray[np.int32],
+    sizes: npt.NDArray[np.int32],
+    left_out: npt.NDArray[np.bool_],
+    ids: npt.NDArray[np.int32],
+) -> bool:
     return (
         len(sizes) == len(left_out)
         and int(sizes.min(initial=0)) >= 0

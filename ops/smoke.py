@@ -159,12 +159,14 @@ def _engine(step: Step, sampler: SamplerResource, candidate: Artifact) -> Abstra
 async def _episode(
     step: Step, client: SandboxClient, engine: Engine, candidate: Artifact, task: Task, tokenizer: ChatTokenizer
 ) -> Episode:
-    config = step.experiment
+    config, rollouts = step.experiment, step.experiment.rollouts
+    if config.deployment.canary is not None:  # a server of the completions API, which follows no grammar
+        rollouts = rollouts.model_copy(update={"grammar": False, "top_p": 1.0})
     player = Player.of(
         engine,
         client,
         tokenizer,
-        config.rollouts,
+        rollouts,
         policy_version=candidate.ref.digest,
         key=candidate.ref.key,
         limits=config.sandboxes.limits.limits(),

@@ -416,7 +416,7 @@ class Experiment(Section):
                 f"{self.rollouts.temperature}: set both to the same value"
             )
         self._require_one_variance()
-        self._require_routing()
+        self._require_records()
         self._require_experts()
         reason = self.engine.mismatch(self.trainer.precision.forward)
         if reason is not None:
@@ -439,14 +439,19 @@ class Experiment(Section):
                 " to false and dataset.variance_of to reward"
             )
 
-    def _require_routing(self) -> None:
-        """Require that the engine returns the routing that is recorded, and that what is replayed is recorded."""
+    def _require_records(self) -> None:
+        """Require that the engine returns what is recorded, and that what is replayed is recorded."""
         if self.trainer.routing_replay and not self.rollouts.record_routing:
             raise ValueError("trainer.routing_replay is true, but rollouts.record_routing is false: set it to true too")
         if self.rollouts.record_routing and not self.engine.records_routing:
             raise ValueError(
                 f"rollouts.record_routing is true, but engine.kind {self.engine.kind} returns no routed experts: use"
                 " builtin, or vllm with engine.flags [--enable-return-routed-experts]"
+            )
+        if self.rollouts.records_supports and not self.engine.records_supports:
+            raise ValueError(
+                "rollouts.grammar or rollouts.top_p samples from part of the vocabulary, of which engine.kind"
+                f" {self.engine.kind} returns no record to train on: use builtin, or leave them out"
             )
 
     def _require_experts(self) -> None:

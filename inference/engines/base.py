@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from contracts.routing import Routes
+from contracts.supports import Supports
 from inference.errors import EngineError
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -37,6 +38,18 @@ class SamplingParams:
     """First position of the context whose chosen experts are returned, at most the prompt's length. None: none are."""
     group: str | None = None
     """Name of requests with a common prompt, which are best sent to one replica. Changes no token."""
+    top_p: float = 1.0
+    """Sample from the most probable tokens whose probabilities add up to at least this; above 0, 1: from all."""
+    grammar: str | None = None
+    """Structural tag of xgrammar as JSON text, which the completion follows, see `inference.grammar`. None: none.
+
+    With this or `top_p`, logprobs are those over the tokens that remain.
+    """
+
+    @property
+    def restricted(self) -> bool:
+        """Whether tokens are sampled from part of the vocabulary."""
+        return self.grammar is not None or self.top_p < 1.0
 
 
 @dataclass(frozen=True)
@@ -54,6 +67,10 @@ class Completion:
     """Experts chosen at each position from `routing_from` to the last but one, since the last token was not fed. None
     unless requested, and from engines that do not return them.
     """
+    supports: Supports | None = field(default=None, compare=False)
+    """What each token was drawn from, if sampling was restricted; None: all were drawn from the whole vocabulary."""
+    forced: list[bool] | None = None
+    """Whether the grammar left no other token, for each token; None: it always did."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,8 +100,8 @@ class Engine(Protocol):
     def stream(self, prompt_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Piece]:
         """Continue `prompt_ids`, as `generate` does, and yield the tokens while they are sampled.
 
-        Closing the generator frees its resources. Raises what `generate` raises, and EngineError for `routing_from`,
-        which pieces do not carry.
+        Closing the generator frees its resources. Raises what `generate` raises, and EngineError for `routing_from`
+        and restricted sampling, whose records pieces do not carry.
         """
 
     async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> list[float]:
@@ -117,3 +134,14 @@ def check_streamable(params: SamplingParams) -> None:
     """Raise EngineError for parameters that a stream can't serve."""
     if params.routing_from is not None:
         raise EngineError("routing is requested of a stream, whose pieces do not carry it: use generate")
+    if params.restricted:
+        raise EngineError("a grammar or top_p is asked of a stream, whose pieces carry no supports: use generate")
+
+
+def require_unrestricted(params: SamplingParams, kind: str) -> None:
+    """Raise EngineError for restricted sampling, by an engine of this kind, which returns no supports."""
+    if params.restricted:
+        raise EngineError(
+            f"the engine {kind} does not return what tokens were drawn from under a grammar or top_p: use the built-in"
+            " engine, or leave rollouts.grammar and rollouts.top_p out"
+        )

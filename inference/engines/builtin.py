@@ -26,9 +26,12 @@ from inference.engines.base import Completion, Piece, SamplingParams, check_stre
 from inference.engines.config import BuiltinConfig
 from inference.engines.kv import LANES
 from inference.engines.requests import Answer, Pieces, Reply, Request
+from inference.engines.restricted import Restriction
 from inference.engines.scheduler import Scheduler
 from inference.engines.weights import Weights, read_weights
 from inference.errors import EngineError, EngineStopped, OtherArchitecture, RequestTooLong
+from inference.grammar.compiled import Vocabulary, compiled
+from inference.grammar.matcher import Matcher
 from inference.router.residency import Batch, Event
 
 PREFIX_BYTES = 512 << 20
@@ -58,13 +61,15 @@ class BuiltinEngine:
         threads: int | None = None,
         prefix_bytes: int = PREFIX_BYTES,
         publish: Callable[[Batch], None] | None = None,
+        drafts: bool = True,
     ) -> None:
         """directory: a checkpoint. max_batch: largest batch. threads: of torch, None for its default. prefix_bytes:
         memory to reuse the state of finished sequences; 0 disables reuse. publish: gets the events of that memory, in
-        blocks of prefix_cache.BLOCK_TOKENS tokens; called in the engine's thread.
+        blocks of prefix_cache.BLOCK_TOKENS tokens; called in the engine's thread. drafts: whether to guess tokens, see
+        `inference.engines.drafts`.
         """
         weights = read_weights(directory)
-        self._architecture = weights.architecture
+        self._architecture, self._tokenizer = weights.architecture, directory / "tokenizer.json"
         self._version = version
         self._threads, self._prefix_bytes = threads, prefix_bytes
         self._publish, self._events, self._batches = publish, list[Event](), 0
@@ -75,6 +80,7 @@ class BuiltinEngine:
             prefix_bytes=prefix_bytes,
             deliver=self._collect,
             publish=None if publish is None else self._events.append,
+            drafts=drafts,
         )
         self._wake = threading.Event()
         self._closing = False
@@ -89,7 +95,8 @@ class BuiltinEngine:
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
         """See Engine.generate."""
         self._check_request(prompt_ids, params)
-        completion: Completion = await self._submit("generate", prompt_ids, params)
+        restriction = await asyncio.to_thread(self._restriction, params) if params.restricted else None
+        completion: Completion = await self._submit("generate", prompt_ids, params, restriction)
         return completion
 
     async def stream(self, prompt_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Piece]:
@@ -113,6 +120,10 @@ class BuiltinEngine:
             raise EngineError(f"max_tokens is {params.max_tokens}: at least 1 is required")
         if params.temperature != 0:
             _check_temperature(params.temperature)
+        if not 0 < params.top_p <= 1:  # nor NaN
+            raise EngineError(f"top_p is {params.top_p}: it must be above 0 and at most 1")
+        if params.grammar is not None and not params.stop_token_ids:
+            raise EngineError("a grammar needs stop_token_ids, which end a completion where it allows that: name some")
         if params.routing_from is not None and not self._architecture.experts:
             raise EngineError(
                 f"routing is requested, but the policy is a dense {self._architecture.family} model: set"
@@ -149,6 +160,7 @@ class BuiltinEngine:
         self._reloads.append((weights, version, loop, done))
         self._wake.set()
         await done
+        self._tokenizer = directory / "tokenizer.json"
 
     async def version(self) -> str:
         """See Engine.version."""
@@ -172,11 +184,23 @@ class BuiltinEngine:
         self._wake.set()
         await asyncio.to_thread(self._thread.join)
 
+    def _restriction(self, params: SamplingParams) -> Restriction:
+        """Raises EngineError for a grammar that can't be followed. May take seconds, for a new grammar."""
+        matcher = None
+        if params.grammar is not None:
+            vocabulary = Vocabulary.of(self._tokenizer, self._architecture.vocabulary)
+            matcher = Matcher(compiled(params.grammar, vocabulary, params.stop_token_ids), vocabulary.size)
+        return Restriction(matcher, params.top_p)
+
     async def _submit(
-        self, kind: Literal["generate", "score"], token_ids: Sequence[int], params: SamplingParams
+        self,
+        kind: Literal["generate", "score"],
+        token_ids: Sequence[int],
+        params: SamplingParams,
+        restriction: Restriction | None = None,
     ) -> Any:
         answer = Answer(asyncio.get_running_loop())
-        request = self._start(kind, token_ids, params, answer)
+        request = self._start(kind, token_ids, params, answer, restriction=restriction)
         try:
             return await answer.future
         except asyncio.CancelledError:
@@ -191,6 +215,7 @@ class BuiltinEngine:
         reply: Reply,
         *,
         streams: bool = False,
+        restriction: Restriction | None = None,
     ) -> Request:
         """Hand a request to the engine's thread."""
         tokens = np.array(token_ids, dtype=np.int64)
@@ -200,7 +225,7 @@ class BuiltinEngine:
                 " policy's tokenizer?"
             )
         self._check_running()
-        request = Request(kind, tokens, params, reply, asyncio.get_running_loop(), streams)
+        request = Request(kind, tokens, params, reply, asyncio.get_running_loop(), streams, restriction=restriction)
         self._scheduler.waiting.append(request)
         self._check_running()  # check again: the thread may have stopped in between, and would never reply
         self._wake.set()
@@ -278,6 +303,7 @@ def open_builtin(
         max_batch=spec.max_batch,
         threads=spec.threads,
         prefix_bytes=spec.prefix_megabytes << 20,
+        drafts=spec.drafts,
         publish=publish,
     )
 
@@ -303,7 +329,10 @@ def _resolve(future: asyncio.Future[Any], result: Any) -> None:
 
 def _give_all(results: list[tuple[Reply, Any]]) -> None:
     for reply, result in results:
-        reply.give(result)
+        if isinstance(result, Exception):
+            reply.fail(result)
+        else:
+            reply.give(result)
 
 
 def _reject(future: asyncio.Future[Any], error: Exception) -> None:

@@ -36,6 +36,11 @@ class _Config(BaseModel):
         """Whether the engine may return routed experts. A server's first answer shows whether it does."""
         return True
 
+    @property
+    def records_supports(self) -> bool:
+        """Whether the engine may return what tokens were drawn from, under a grammar or `top_p`."""
+        return self.implementation == "builtin"
+
     def mismatch(self, forward: Forward) -> str | None:
         """Why this engine can't match the recipe `forward` on any device, with the fix.
 
@@ -54,6 +59,8 @@ class BuiltinConfig(_Config):
     """Torch threads; null: torch's default. On a busy machine two are slower than one."""
     prefix_megabytes: int = Field(default=512, ge=0)
     """Memory to reuse the state of finished turns, in MiB; 0 disables reuse."""
+    drafts: bool = True
+    """Whether to guess tokens from earlier ones, to compute several in one pass. Changes no token."""
 
 
 class _RemoteConfig(_Config):
@@ -320,6 +327,11 @@ class CustomConfig(_Config):
     """Importable name of the function, e.g. package.module:open_engine."""
     options: dict[str, Any] = {}
     """Options for the function, which checks them."""
+
+    @property
+    def records_supports(self) -> bool:
+        """See the base class; an answer shows whether it does."""
+        return True
 
     @model_validator(mode="after")
     def _importable(self) -> Self:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from inference.engines.base import Completion, FinishReason, SamplingParams, StreamsWhole
+from inference.engines.base import Completion, FinishReason, SamplingParams, StreamsWhole, require_unrestricted
 from inference.engines.config import CONNECTIONS, RETRIES, TIMEOUT_S
 from inference.engines.http import JsonClient
 from inference.engines.seeds import SEED_BITS
@@ -48,6 +48,7 @@ class OpenAIEngine(StreamsWhole):
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
         """See Engine.generate."""
+        require_unrestricted(params, "openai")
         body: dict[str, Any] = {
             "model": self._model,
             "prompt": list(prompt_ids),

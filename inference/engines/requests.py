@@ -12,6 +12,7 @@ import numpy.typing as npt
 from contracts.routing import Routes, routes_dtype
 from inference.engines.base import Completion, FinishReason, Piece, SamplingParams
 from inference.engines.prefix_cache import Prefix
+from inference.engines.restricted import Restriction
 
 Integers = npt.NDArray[np.int64]
 
@@ -84,6 +85,10 @@ class Request:
     """Whether other requests with the same prompt wait for its state."""
     followed: bool = False
     """Whether it has waited for another request's state; it never waits twice."""
+    learned: int = 0
+    """Tokens that later guesses can use already."""
+    restriction: Restriction | None = None
+    """Grammar and top_p, if it has any. Used in the engine's thread."""
     marks: list[tuple[str, int]] = field(default_factory=list)
     """(version, tokens generated before the version changed), the first at admission."""
 
@@ -96,7 +101,11 @@ class Request:
         self, tokens: list[int], logprobs: list[float], reason: FinishReason, routes: Routes | None = None
     ) -> Completion:
         """Result of the finished call, with the spans of its versions."""
-        return Completion(tokens, logprobs, self._spans(0, len(tokens)), reason, routes)
+        spans = self._spans(0, len(tokens))
+        if self.restriction is None:
+            return Completion(tokens, logprobs, spans, reason, routes)
+        supports, forced = self.restriction.records()
+        return Completion(tokens, logprobs, spans, reason, routes, supports, forced if any(forced) else None)
 
     def piece(self, tokens: Integers, logprobs: npt.NDArray[np.float32], reason: FinishReason | None) -> Piece:
         """The tokens after those that were delivered, which count as delivered now."""

@@ -42,10 +42,15 @@ def sample(
 
 def scaled_logprobs(logits: Tensor, temperatures: npt.NDArray[np.float32]) -> Tensor:
     """Log-probabilities [N, V] after temperature; rows of temperature 0 are reported at temperature 1."""
+    return torch.log_softmax(divided(logits, temperatures), -1)
+
+
+def divided(logits: Tensor, temperatures: npt.NDArray[np.float32]) -> Tensor:
+    """Logits [N, V] over the temperature of each row; rows of temperature 0 are those of temperature 1."""
     divisors = np.where(temperatures == 0, np.float32(1), temperatures)
-    if not (divisors == 1).all():
-        logits = logits / torch.from_numpy(divisors)[:, None]
-    return torch.log_softmax(logits, -1)
+    if (divisors == 1).all():
+        return logits
+    return logits / torch.from_numpy(divisors)[:, None]
 
 
 def _mix(value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

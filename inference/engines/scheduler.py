@@ -3,8 +3,8 @@
     waiting --admit--> prefilling --chunks--> decoding --stop, length, cancel--> finished
     slots:             [0, decoding)  [decoding, decoding + prefilling)
 
-A step admits waiting requests (as one group, of one kind), computes one chunk of the group, then one token of every
-decoding sequence.
+A step admits waiting requests (as one group, of one kind), computes one chunk of the group, then the next token of
+every decoding sequence, and those after it that were guessed right (`drafts`) or that its grammar forces.
 """
 
 from __future__ import annotations
@@ -14,16 +14,21 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from contracts.supports import Mask
 from inference.engines.base import FinishReason, Piece
-from inference.engines.kv import ROW, KvCache
-from inference.engines.model import Batch, Rotary, forward, logits_of, make_batch
+from inference.engines.drafts import ORDERS, Drafts
+from inference.engines.kv import ROW, KvCache, round_up
+from inference.engines.model import QUERY_ROWS, TOKEN_ROWS, Batch, Rotary, forward, logits_of, make_batch
 from inference.engines.prefix_cache import Prefix, PrefixStore
-from inference.engines.requests import Request, SequenceTable
+from inference.engines.requests import Integers, Request, SequenceTable
+from inference.engines.restricted import restrict
 from inference.engines.sampling import SEED_MASK, sample, scaled_logprobs, uniform
 from inference.engines.weights import Weights
+from inference.errors import EngineError
 from inference.router.residency import Event
 
 PREFILL_TOKENS = 2048
@@ -32,8 +37,12 @@ CHUNK = 512
 """Maximum new tokens of one sequence in a step."""
 LOGIT_ROWS = 256
 """Rows of logits computed at once for scoring."""
+LONGEST_DRAFT = 7
+"""Guessed tokens of one sequence in a step."""
 
 Deliver = Callable[[Request, Any], None]
+Ending = FinishReason | EngineError
+"""Why a sequence is done."""
 _NOTHING = np.zeros(0, np.int64)
 
 
@@ -49,8 +58,9 @@ class Scheduler:
         prefix_bytes: int,
         deliver: Deliver,
         publish: Callable[[Event], None] | None = None,
+        drafts: bool = True,
     ) -> None:
-        """publish: gets what the prefix cache stores and drops."""
+        """publish: gets what the prefix cache stores and drops. drafts: whether to guess tokens."""
         self.weights, self.version = weights, version
         self.waiting: deque[Request] = deque()
         self._deliver = deliver
@@ -60,9 +70,12 @@ class Scheduler:
         self._prefixes = PrefixStore(prefix_bytes, publish)
         shape = weights.architecture
         self._table = SequenceTable((shape.layers, shape.experts_per_token), shape.experts)
+        self._drafts = Drafts() if drafts else None
         self._decoding = 0
         self._prefilling = 0
         self._chunk = CHUNK
+        self.passes = self.sampled = 0
+        """Passes of a sequence that sampled, over all sequences so far, and tokens that they gave."""
         self.streamed = 0
         """Number of sequences whose tokens are delivered while they are sampled."""
 
@@ -171,21 +184,26 @@ class Scheduler:
             self._cache.copy_in(slot, prefix.entry)
         self._table.add(request, limit, prefix, request.params.seed & SEED_MASK)
         request.marks.append((self.version, 0))
+        request.learned = int(self._table.cached[slot])
         self._prefilling += 1
         self.streamed += request.streams
         return count - int(self._table.cached[slot])
 
-    def _forward(self, batch: Batch) -> Tensor:
-        """Hidden states of the batch, recording its routing if a request of it wants that."""
+    def _forward(self, batch: Batch) -> tuple[Tensor, list[Tensor]]:
+        """Hidden states of the batch, and its routing by layer if a request of it wants that."""
         requests = self._table.requests[batch.first : batch.first + batch.rows]
-        if not any(request.routing for request in requests):
-            return forward(self.weights, self._cache, self._rotary, batch)
-        routes: list[Tensor] = []
-        hidden = forward(self.weights, self._cache, self._rotary, batch, routes)
+        wanted, routes = any(request.routing for request in requests), list[Tensor]()
+        return forward(self.weights, self._cache, self._rotary, batch, routes if wanted else None), routes
+
+    def _record_routing(self, batch: Batch, routes: list[Tensor]) -> None:
+        """Keep the routing of the batch's tokens, all but that of guesses that failed."""
+        if not routes:
+            return
         slots, count = batch.slots.numpy(), len(batch.slots)
+        positions = batch.positions[:count].numpy()
+        own = positions < self._table.cached[slots]
         chosen = torch.stack(routes, 1)[:count].numpy().astype(self._table.routes.dtype)
-        self._table.record(slots, batch.positions[:count].numpy(), chosen)
-        return hidden
+        self._table.record(slots[own], positions[own], chosen[own])
 
     def _prefill(self) -> None:
         table, first, last = self._table, self._decoding, self._decoding + self._prefilling
@@ -198,8 +216,9 @@ class Scheduler:
             table.tokens[first + row, start:stop] for row, (start, stop) in enumerate(zip(starts, stops, strict=True))
         ]
         batch = make_batch(first, parts, starts)
-        hidden = self._forward(batch)
+        hidden, routes = self._forward(batch)
         table.cached[first:last] = stops
+        self._record_routing(batch, routes)
         if self.scoring:
             self._record_scores(batch, hidden, starts, stops)
         if (stops < table.length[first:last]).any():
@@ -211,7 +230,8 @@ class Scheduler:
                 self._finish(slot, "stop")
         else:
             self._keep_shared(first, last)
-            self._extend(first, last, logits_of(self.weights, hidden[torch.from_numpy(batch.ends - 1)]))
+            logits = logits_of(self.weights, hidden[torch.from_numpy(batch.ends - 1)])
+            self._finish_ended(self._extend(first, last, logits, self._guesses(first, last, 0, 0)))
 
     def _keep_shared(self, first: int, last: int) -> None:
         for slot in range(first, last):
@@ -241,31 +261,155 @@ class Scheduler:
 
     def _decode(self) -> None:
         table, count = self._table, self._decoding
+        room = 0
+        if self._drafts is not None:  # the padding of the batch's rows, and of each sequence's in attention
+            room = (round_up(count, TOKEN_ROWS) - count) // count
+            room = min(room, LONGEST_DRAFT if count == 1 else QUERY_ROWS - 1)
+        guesses = self._guesses(0, count, room)
         starts = table.length[:count] - 1
-        newest = table.tokens[np.arange(count), starts]
-        batch = make_batch(0, np.split(newest, count), starts)
-        hidden = self._forward(batch)
-        table.cached[:count] = table.length[:count]
-        self._extend(0, count, logits_of(self.weights, hidden[:count]))
+        stops = starts + 1 if guesses is None else starts + [len(masks) for masks in guesses]
+        parts = [table.tokens[slot, start:stop] for slot, (start, stop) in enumerate(zip(starts, stops, strict=True))]
+        batch = make_batch(0, parts, starts)
+        hidden, routes = self._forward(batch)
+        ended = self._extend(0, count, logits_of(self.weights, hidden[: int(batch.ends[-1])]), guesses)
+        table.cached[:count] = table.length[:count] - 1
+        self._record_routing(batch, routes)
+        self._finish_ended(ended)
 
-    def _extend(self, first: int, last: int, logits: Tensor) -> None:
-        """Sample one token for each of the slots [first, last) and finish those that are done."""
+    def _guesses(
+        self, first: int, last: int, room: int, longest: int = LONGEST_DRAFT
+    ) -> list[list[Mask | None]] | None:
+        """Put guessed tokens after the sequences of the slots [first, last).
+
+        Returns the grammar's masks of the positions to sample, for each slot: one more than guesses. None if nothing is
+        guessed and no request is restricted. room: guesses of a slot that the batch's padding holds; only tokens that a
+        grammar forces go beyond it, up to `longest`.
+        """
+        if not room and not any(request.restriction for request in self._table.requests[first:last]):
+            return None
+        if room:
+            for slot in range(first, last):
+                self._learn(slot)
+        return [self._guess(slot, room, longest) for slot in range(first, last)]
+
+    def _guess(self, slot: int, room: int, longest: int) -> list[Mask | None]:
+        """The part of `_guesses` for one slot."""
+        table, request = self._table, self._table.requests[slot]
+        restriction, stops, length = request.restriction, request.params.stop_token_ids, int(self._table.length[slot])
+        masks = [None if restriction is None else restriction.mask]
+        # the last token that may be sampled is never fed
+        for place in range(length, min(length + longest, int(table.limit[slot]) - 1)):
+            token, mask = None, masks[-1]
+            if mask is not None and int(mask.sum()) == 1:
+                token = int(mask.argmax())
+            elif place < length + room and self._drafts is not None:
+                token = self._drafts.guess(table.tokens[slot, max(0, place - max(ORDERS)) : place].tolist())
+            if token is None or token in stops or not (mask is None or mask[token]):
+                break
+            if restriction is not None and not restriction.try_token(token):
+                break
+            table.tokens[slot, place] = token
+            masks.append(None if restriction is None else restriction.mask)
+        return masks
+
+    def _learn(self, slot: int) -> None:
+        """Remember a slot's tokens for later guesses."""
+        request, length = self._table.requests[slot], int(self._table.length[slot])
+        if self._drafts is not None and request.learned < length:
+            first = max(0, request.learned - max(ORDERS))
+            self._drafts.learn(self._table.tokens[slot, first:length].tolist(), request.learned - first)
+            request.learned = length
+
+    def _extend(
+        self, first: int, last: int, logits: Tensor, guesses: list[list[Mask | None]] | None
+    ) -> list[tuple[int, Ending]]:
+        """Sample tokens for each of the slots [first, last). Returns the slots that are done, ascending, and why.
+
+        logits: of each position that `guesses` has a mask for, slot by slot; of one for each slot if it is None.
+        """
+        table, slots = self._table, slice(first, last)
+        counts = np.ones(last - first, np.int64) if guesses is None else np.array([len(each) for each in guesses])
+        owners = np.repeat(np.arange(first, last), counts)
+        places = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)
+        positions, temperatures = table.length[owners] + places, table.temperature[owners]
+        requests, supports = table.requests[slots], None
+        if guesses is not None and any(request.restriction for request in requests):
+            top_ps = np.array([request.params.top_p for request in requests]).repeat(counts)
+            logits, supports = restrict(logits, temperatures, [mask for each in guesses for mask in each], top_ps)
+        found = sample(logits, temperatures, uniform(table.seed[owners], positions))
+        tokens, logprobs = found[0].numpy(), found[1].numpy()
+        before = int(table.length[slots].sum())
+        if guesses is None:
+            ended = self._append(first, last, tokens, logprobs)
+        else:
+            ended = self._append_agreeing(first, tokens, logprobs, guesses, supports)
+        self.passes += last - first
+        self.sampled += int(table.length[slots].sum()) - before
+        return ended
+
+    def _append(
+        self, first: int, last: int, sampled: Integers, logprobs: npt.NDArray[np.float32]
+    ) -> list[tuple[int, Ending]]:
+        """Append one token to each of the slots [first, last)."""
         table, rows, slots = self._table, np.arange(first, last), slice(first, last)
         positions = table.length[slots].copy()
-        tokens, logprobs = sample(logits, table.temperature[slots], uniform(table.seed[slots], positions))
-        sampled = tokens.numpy()
-        table.tokens[rows, positions] = sampled
-        table.logprobs[rows, positions] = logprobs.numpy()
+        table.tokens[rows, positions], table.logprobs[rows, positions] = sampled, logprobs
         table.length[slots] += 1
         stopped = (table.stops[slots] == sampled[:, None]).any(1)
         done = stopped | (table.length[slots] >= table.limit[slots])
-        for row in np.flatnonzero(done)[::-1]:
-            self._finish(first + int(row), "stop" if stopped[row] else "length")
+        return [(first + int(row), "stop" if stopped[row] else "length") for row in np.flatnonzero(done)]
+
+    def _append_agreeing(
+        self,
+        first: int,
+        sampled: Integers,
+        logprobs: npt.NDArray[np.float32],
+        guesses: list[list[Mask | None]],
+        supports: Mask | None,
+    ) -> list[tuple[int, Ending]]:
+        """Append to each slot its sampled tokens up to the first that was not guessed."""
+        table, row = self._table, 0
+        ended: list[tuple[int, Ending]] = []
+        for slot, masks in enumerate(guesses, first):
+            length, tried, count = int(table.length[slot]), len(masks) - 1, 1
+            own = sampled[row : row + len(masks)]
+            while count <= tried and own[count - 1] == table.tokens[slot, length + count - 1]:
+                count += 1
+            table.tokens[slot, length : length + count] = own[:count]
+            table.logprobs[slot, length : length + count] = logprobs[row : row + count]
+            table.length[slot] += count
+            reason: Ending | None = None
+            if int(own[count - 1]) in table.requests[slot].params.stop_token_ids:
+                reason = "stop"
+            elif table.length[slot] >= table.limit[slot]:
+                reason = "length"
+            restriction = table.requests[slot].restriction
+            if restriction is not None and supports is not None:
+                drawn = list(supports[row : row + count])
+                try:
+                    restriction.take(own[:count].tolist(), tried, drawn, masks[:count], ended=reason is not None)
+                except EngineError as error:
+                    reason = error
+            if reason is not None:
+                ended.append((slot, reason))
+            row += len(masks)
+        return ended
+
+    def _finish_ended(self, ended: list[tuple[int, Ending]]) -> None:
+        """Finish these slots, which are ascending."""
+        for slot, reason in reversed(ended):
+            if isinstance(reason, EngineError):
+                self._deliver(self._table.requests[slot], reason)
+                self._remove(slot)
+            else:
+                self._finish(slot, reason)
 
     def _finish(self, slot: int, reason: FinishReason) -> None:
         """Deliver a sequence's result, keep its state for the next turn, and free its slot."""
         table, request = self._table, self._table.requests[slot]
         length, prompt = int(table.length[slot]), len(request.tokens)
+        if request.kind == "generate":
+            self._learn(slot)
         if request.kind == "score":
             self._deliver(request, None if reason == "abort" else [0.0, *table.logprobs[slot, 1:length].tolist()])
         elif request.streams:

@@ -20,7 +20,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from inference.engines.base import Completion, FinishReason, SamplingParams, StreamsWhole
+from inference.engines.base import Completion, FinishReason, SamplingParams, StreamsWhole, require_unrestricted
 from inference.engines.config import SglangConfig
 from inference.engines.http import JsonClient
 from inference.engines.marks import Spans, fresh_mark, read_spans, unproven
@@ -75,6 +75,7 @@ class SglangEngine(StreamsWhole):
         SGLang also ends at the end-of-sequence tokens of the model and its tokenizer. One that is no stop token of the
         request is a token like any other: the completion goes on after it.
         """
+        require_unrestricted(params, "sglang")
         tokens: list[int] = []
         logprobs: list[float] = []
         spans: Spans = []

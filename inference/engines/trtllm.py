@@ -23,7 +23,7 @@ from smg_grpc_proto.generated import trtllm_service_pb2 as pb2
 from smg_grpc_proto.generated.trtllm_service_pb2_grpc import TrtllmServiceStub
 
 from contracts.retries import backoff_s
-from inference.engines.base import Completion, FinishReason, SamplingParams, StreamsWhole
+from inference.engines.base import Completion, FinishReason, SamplingParams, StreamsWhole, require_unrestricted
 from inference.engines.config import TrtllmConfig
 from inference.engines.guarded import GuardedServer, free_port
 from inference.engines.policies import PolicyDirectory, PolicyFiles, Prepared, Preparer, served_directory
@@ -61,6 +61,7 @@ class TrtllmEngine(StreamsWhole):
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
         """See Engine.generate. At temperature 1 or 0 only: the server returns log probabilities of temperature 1."""
+        require_unrestricted(params, "trtllm")
         if params.temperature not in (0.0, 1.0):
             raise EngineError(
                 f"TensorRT-LLM's gRPC returns log probabilities of temperature 1, not of {params.temperature:g}: sample"

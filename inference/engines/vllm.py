@@ -19,7 +19,7 @@ from typing import Any
 
 from contracts.errors import SchemaError
 from contracts.routing import Routes, decode_routes
-from inference.engines.base import Completion, FinishReason, SamplingParams, StreamsWhole
+from inference.engines.base import Completion, FinishReason, SamplingParams, StreamsWhole, require_unrestricted
 from inference.engines.config import VllmConfig
 from inference.engines.http import JsonClient
 from inference.engines.marks import UNMARKED, read_spans
@@ -79,6 +79,7 @@ class VllmEngine(StreamsWhole):
 
         If the server is dead, another one is started before the error is raised.
         """
+        require_unrestricted(params, "vllm")
         client = await self._attached()
         room = min(params.max_tokens, self._context - len(prompt_ids))
         if room < 1:

@@ -46,6 +46,15 @@ class EpisodeEnvironment:
         """Tokens that end a turn."""
         return self.tokenizer.end_of_turn, self.tokenizer.pad
 
+    @property
+    def grammar(self) -> str | None:
+        """Grammar of the policy's turns, if the experiment asks for it."""
+        if not self.config.grammar:
+            return None
+        from inference.grammar.tools import tools_grammar
+
+        return tools_grammar(self.tokenizer, self.task.toolset)
+
     def read(self, token_ids: Sequence[int]) -> ParsedTurn | Outcome:
         """What a turn asks for, or the outcome of the episode that it ends. token_ids: of the whole turn, the last one
         a stop token.

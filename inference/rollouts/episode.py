@@ -194,7 +194,9 @@ class Attempt:
             return None
         routing_from = self._transcript.routed if config.record_routing else None
         params = SamplingParams(
-            config.temperature, room, self._slot.token_seed, self._environment.stops, routing_from, self._group_id
+            *(config.temperature, room, self._slot.token_seed, self._environment.stops, routing_from, self._group_id),
+            top_p=config.top_p,
+            grammar=self._environment.grammar,
         )
         began = time.perf_counter()
         try:

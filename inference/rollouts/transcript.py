@@ -8,6 +8,7 @@ import numpy as np
 
 from contracts.episodes import TokenRole, TokenSequence
 from contracts.routing import Routes, encode_routes
+from contracts.supports import SupportsWriter, encode_supports
 from inference.engines.base import Completion
 
 
@@ -21,6 +22,8 @@ class Transcript:
         self._logprobs: list[float | None] = []
         self._spans: list[tuple[str, int, int]] = []
         self._routes: list[Routes] = []
+        self._supports = SupportsWriter()
+        self._restricted = False
         self._append(prompt_ids, TokenRole.PROMPT)
 
     def __len__(self) -> int:
@@ -41,8 +44,14 @@ class Transcript:
         for version, first, last in completion.spans:
             self._add_span(version, start + first, start + last)
         self.token_ids += completion.token_ids
-        self._roles += [int(TokenRole.POLICY)] * len(completion.token_ids)
-        self._logprobs += completion.logprobs
+        forced = completion.forced or [False] * len(completion.token_ids)
+        self._roles += [int(TokenRole.FORCED if each else TokenRole.POLICY) for each in forced]
+        self._logprobs += [None if each else value for each, value in zip(forced, completion.logprobs, strict=True)]
+        if completion.supports is None:
+            self._supports.add(None, len(completion.token_ids))
+        else:
+            self._supports.extend(completion.supports)
+            self._restricted = True
 
     def add_environment(self, token_ids: Sequence[int]) -> None:
         """Append the environment's turn."""
@@ -51,12 +60,16 @@ class Transcript:
     def sequence(self) -> TokenSequence:
         """A copy of the tokens so far."""
         routes = encode_routes(np.concatenate(self._routes)) if self._routes else None
-        return TokenSequence(list(self.token_ids), list(self._roles), list(self._logprobs), list(self._spans), routes)
+        supports = encode_supports(self._supports.supports()) if self._restricted else None
+        return TokenSequence(
+            list(self.token_ids), list(self._roles), list(self._logprobs), list(self._spans), routes, supports
+        )
 
     def _append(self, token_ids: Sequence[int], role: TokenRole) -> None:
         self.token_ids += token_ids
         self._roles += [int(role)] * len(token_ids)
         self._logprobs += [None] * len(token_ids)
+        self._supports.add(None, len(token_ids))
 
     def _add_span(self, version: str, start: int, end: int) -> None:
         if start < end:
@@ -64,12 +77,13 @@ class Transcript:
 
 
 def policy_turns(sequence: TokenSequence) -> list[tuple[int, int]]:
-    """(start, end) of each run of policy tokens, half open: the turns as they were sampled."""
+    """(start, end) of each run of policy and forced tokens, half open: the turns as they were sampled."""
     roles, turns, start = sequence.token_role, [], None
     for position, role in enumerate([*roles, int(TokenRole.ENVIRONMENT)]):
-        if role == TokenRole.POLICY and start is None:
+        own = role in (TokenRole.POLICY, TokenRole.FORCED)
+        if own and start is None:
             start = position
-        elif role != TokenRole.POLICY and start is not None:
+        elif not own and start is not None:
             turns.append((start, position))
             start = None
     return turns

@@ -88,8 +88,8 @@ async def run_shard(
     Cancellation and SIGTERM close all sandboxes and keep what is committed.
 
     Raises PlanError for a task that `tasks` lacks, StaleVersion when the engine serves another policy than the plan's,
-    RolloutError when it does not return the routing that the plan asks for, and InfraFault when every episode of a
-    group was lost to infrastructure: such a group is not committed.
+    RolloutError when it does not return the routing or supports that the plan asks for, and InfraFault when every
+    episode of a group was lost to infrastructure: such a group is not committed.
     """
     await _check(plan, shard, engine, tasks)
     player = Player.of(
@@ -210,6 +210,8 @@ async def _check(plan: RolloutPlan, shard: int, engine: Engine, tasks: Mapping[s
         )
     if plan.config.record_routing:
         await _require_routing(engine)
+    if plan.config.records_supports:
+        await _require_supports(engine)
 
 
 async def _require_routing(engine: Engine) -> None:
@@ -219,6 +221,16 @@ async def _require_routing(engine: Engine) -> None:
         raise RolloutError(
             "rollouts.record_routing is true, but the engine returns no routed experts: use the built-in engine, or"
             " vLLM 0.32 or newer with engine.flags [--enable-return-routed-experts]"
+        )
+
+
+async def _require_supports(engine: Engine) -> None:
+    """Raise RolloutError unless the engine returns what a token was drawn from."""
+    completion = await engine.generate([0], SamplingParams(1.0, 1, 0, top_p=0.5))
+    if completion.supports is None:
+        raise RolloutError(
+            "rollouts.grammar or rollouts.top_p is set, but the engine does not return what tokens were drawn from: use"
+            " the built-in engine"
         )
 
 

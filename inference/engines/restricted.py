@@ -1,0 +1,94 @@
+"""Sampling from part of the vocabulary: what a grammar and `top_p` leave of it, and the record of that."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from contracts.supports import Mask, Supports, SupportsWriter
+from inference.engines.sampling import divided
+from inference.errors import EngineError
+from inference.grammar.matcher import Matcher
+
+
+class Restriction:
+    """Of one request: its grammar's state, and the supports of its tokens so far."""
+
+    def __init__(self, matcher: Matcher | None, top_p: float) -> None:
+        """Raises EngineError for a grammar that no token can begin."""
+        self.top_p = top_p
+        self._matcher = matcher
+        self._writer = SupportsWriter()
+        self._forced: list[bool] = []
+        self.mask: Mask | None = None
+        """bool [vocabulary]: tokens that the grammar allows next; None: all."""
+        if not self._look():
+            raise EngineError("no token of the policy's vocabulary can begin the grammar: is it of another tokenizer?")
+
+    def try_token(self, token: int) -> bool:
+        """Go on after a guessed token, as far as `take`. False if the grammar allows no token after it."""
+        if self._matcher is None:
+            return True
+        before = self.mask
+        self._matcher.accept(token)
+        if self._look():
+            return True
+        self._matcher.rollback(1)
+        self.mask = before
+        return False
+
+    def take(self, sampled: list[int], tried: int, supports: list[Mask], masks: list[Mask | None], ended: bool) -> None:
+        """Go on after sampled tokens, which agree with all but the last of the `tried` ones.
+
+        supports, masks: of each, as sampled from, and what the grammar alone allowed. ended: whether the last token
+        ends the completion. Raises EngineError if the grammar allows no token after it.
+        """
+        for support, mask in zip(supports, masks, strict=True):
+            self._writer.add(support)
+            self._forced.append(mask is not None and int(mask.sum()) == 1)
+        if self._matcher is None:
+            return
+        if spare := tried + 1 - len(sampled):
+            self._matcher.rollback(spare)
+        self._matcher.accept(sampled[-1])
+        if not ended and not self._look():
+            raise EngineError(
+                f"the grammar allows no token of the policy's vocabulary after {sampled[-1]}: make it one that the"
+                " tokenizer can write"
+            )
+
+    def records(self) -> tuple[Supports, list[bool]]:
+        """Support of each token, and whether its grammar forced it."""
+        return self._writer.supports(), self._forced
+
+    def _look(self) -> bool:
+        """Set `mask`. Returns whether any token is allowed."""
+        self.mask = None if self._matcher is None else self._matcher.mask()
+        return self.mask is None or bool(self.mask.any())
+
+
+def restrict(
+    logits: Tensor, temperatures: npt.NDArray[np.float32], masks: list[Mask | None], top_ps: npt.NDArray[np.float64]
+) -> tuple[Tensor, Mask]:
+    """Logits [N, V] with -inf outside each row's support, and the supports, bool [N, V].
+
+    masks, top_ps: N each. The nucleus is taken of the distribution that the mask leaves, after temperature; of equal
+    probabilities, the lower ids come first. Source: Holtzman et al., 2019 (arXiv:1904.09751).
+    """
+    allowed = torch.ones(logits.shape, dtype=torch.bool)
+    for row, mask in enumerate(masks):
+        if mask is not None:
+            allowed[row] = torch.from_numpy(mask)
+    logits = logits.masked_fill(~allowed, -torch.inf)
+    rows = np.flatnonzero(top_ps < 1.0)
+    if len(rows):
+        some = torch.log_softmax(divided(logits[rows], temperatures[rows]), -1).double().exp()
+        ranked, order = some.sort(dim=-1, descending=True, stable=True)
+        before = ranked.cumsum(-1) - ranked
+        kept = torch.zeros_like(some, dtype=torch.bool)
+        kept.scatter_(1, order, before < torch.from_numpy(top_ps[rows])[:, None])
+        allowed[rows] &= kept
+        logits = logits.masked_fill(~allowed, -torch.inf)
+    return logits, allowed.numpy()

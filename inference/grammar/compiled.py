@@ -1,0 +1,124 @@
+"""Compile grammars for a policy's tokenizer, in bounded time and memory.
+
+A grammar may take exponential time or memory to compile. So a child process compiles it first, under limits; what
+passes there is compiled again here, in about the same time.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import resource
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from inference.errors import EngineError
+from inference.grammar.library import xgrammar
+
+SECONDS = 60
+"""Processor time that compiling may take."""
+BYTES = 16 << 30
+"""Address space of the compiling process; loading the libraries takes about 3 GiB of it."""
+_lock = threading.Lock()
+
+
+@dataclass(frozen=True, eq=False)
+class Vocabulary:
+    """Tokens of a policy as the compiler reads them."""
+
+    tokens: tuple[str, ...]
+    """In order of id, in the characters that byte-level BPE writes bytes in; empty for ids without a token."""
+    size: int
+    """Width of the policy's logits."""
+
+    @classmethod
+    def of(cls, tokenizer: Path, size: int) -> Vocabulary:
+        """Vocabulary of a `tokenizer.json`. Raises EngineError if its tokens are not bytes."""
+        if not tokenizer.is_file():
+            raise EngineError(f"a grammar needs the policy's tokenizer, {tokenizer}, which does not exist")
+        try:
+            return _vocabulary(tokenizer.read_text(), size)
+        except ValueError as error:
+            raise EngineError(f"a grammar can't use the tokenizer {tokenizer}: {error}") from None
+
+    def info(self, stops: Sequence[int]) -> Any:
+        """xgrammar's TokenizerInfo. stops: ids of the tokens that end a completion."""
+        module = xgrammar()
+        kind = module.VocabType.BYTE_LEVEL
+        return module.TokenizerInfo(list(self.tokens), kind, vocab_size=self.size, stop_token_ids=list(stops))
+
+
+@functools.lru_cache(4)
+def _vocabulary(text: str, size: int) -> Vocabulary:
+    if "ByteLevel" not in json.dumps(json.loads(text).get("decoder")):
+        raise ValueError("its tokens are not bytes, as those of byte-level BPE are")
+    tokens = [""] * size
+    for token, number in Tokenizer.from_str(text).get_vocab(with_added_tokens=True).items():
+        if number >= size:
+            raise ValueError(f"it has token {number}, the policy {size} tokens")
+        tokens[number] = token
+    return Vocabulary(tuple(tokens), size)
+
+
+def compiled(grammar: str, vocabulary: Vocabulary, stops: Sequence[int]) -> Any:
+    """xgrammar's CompiledGrammar of a structural tag, as JSON text; the last 64 are kept. May take seconds.
+
+    Raises EngineError for a grammar that is invalid, or exceeds SECONDS or BYTES.
+    """
+    with _lock:  # one trial for each grammar, whoever asks first
+        return _compiled(grammar, vocabulary, tuple(sorted(stops)))
+
+
+@functools.lru_cache(64)
+def _compiled(grammar: str, vocabulary: Vocabulary, stops: tuple[int, ...]) -> Any:
+    _try(grammar, vocabulary, stops)
+    return _compile(grammar, vocabulary, stops)
+
+
+def _compile(grammar: str, vocabulary: Vocabulary, stops: Sequence[int]) -> Any:
+    compiler = xgrammar().GrammarCompiler(vocabulary.info(stops), max_threads=1, cache_enabled=False)
+    return compiler.compile_structural_tag(grammar)
+
+
+def _try(grammar: str, vocabulary: Vocabulary, stops: Sequence[int]) -> None:
+    """Compile in a child process. Raises EngineError."""
+    told = json.dumps([grammar, vocabulary.tokens, vocabulary.size, stops, SECONDS, BYTES])
+    command = [sys.executable, "-m", "inference.grammar.compiled"]
+    found = subprocess.run(command, input=told, capture_output=True, text=True, timeout=10 * SECONDS, check=False)
+    if found.returncode == 0:
+        return
+    shown = grammar if len(grammar) <= 200 else f"{grammar[:200]}..."
+    if found.returncode == 1:
+        raise EngineError(f"grammar {shown} does not compile: {found.stdout.strip() or found.stderr.strip()[-500:]}")
+    raise EngineError(
+        f"grammar {shown} takes more than {SECONDS} s or {BYTES >> 30} GiB to compile (exit status"
+        f" {found.returncode}): bound its repetitions"
+    )
+
+
+def _main() -> int:
+    """Compile what standard input names. Exit status 1: it is invalid, which the output explains; 2: no memory."""
+    grammar, tokens, size, stops, seconds, largest = json.load(sys.stdin)
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+    resource.setrlimit(resource.RLIMIT_AS, (largest, largest))
+    try:
+        _compile(grammar, Vocabulary(tuple(tokens), size), stops)
+    except MemoryError:
+        return 2
+    except Exception as error:  # noqa: BLE001 (the library raises its own and RuntimeError, and all mean the same)
+        if "bad_alloc" in str(error):
+            return 2
+        print(error)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_main())
