@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import overload
 
@@ -20,8 +20,10 @@ from torch import Tensor
 
 from contracts.episodes import TokenRole
 from contracts.routing import Routes
+from contracts.supports import Supports, SupportsWriter, decode_supports
 from trainer.errors import TrainingDataError
 from trainer.flat import flat_array
+from trainer.head import SupportSets
 from trainer.model import Batch
 from trainer.truncation import Truncation, keep_tokens
 
@@ -36,6 +38,8 @@ class ScoredSequence:
     """int64, ascending: positions of the policy's tokens. Never 0, since no earlier token predicts it."""
     routes: Routes | None = None
     """Experts to replay; see `contracts.routing`."""
+    supports: Supports | None = None
+    """Sets that the tokens were drawn from; see `contracts.supports`. None: the whole vocabulary."""
 
     @property
     def length(self) -> int:
@@ -66,11 +70,25 @@ class RouteRows:
         return found
 
 
+class SupportRows:
+    """Supports of each of many sequences, encoded, in one flat array."""
+
+    def __init__(self, flat: np.ndarray, sizes: np.ndarray) -> None:
+        """flat: uint8, valid records end to end. sizes: int64 [rows], bytes of each; 0 for a row without."""
+        self._flat, self._sizes, self._ends = flat, sizes, np.cumsum(sizes)
+
+    def __getitem__(self, row: int) -> Supports | None:
+        end, size = self._ends[row], self._sizes[row]
+        return decode_supports(self._flat[end - size : end].tobytes()) if size else None
+
+
 class Rows(Sequence[ScoredSequence]):
     """Sequences in flat arrays; a row is cut out when it is asked for."""
 
     routes: RouteRows | None = None
     """Experts to replay."""
+    supports: SupportRows | None = None
+    """Sets that the tokens were drawn from."""
 
     def __init__(
         self,
@@ -105,6 +123,7 @@ class Rows(Sequence[ScoredSequence]):
             self._token_ids[start:end].astype(np.int64),
             np.flatnonzero(self._policy[start:end]),
             None if self.routes is None else self.routes[row],
+            None if self.supports is None else self.supports[row],
         )
 
     def place(self, row: int) -> str:
@@ -303,6 +322,7 @@ def make_batch(sequences: Sequence[ScoredSequence]) -> Batch:
         owners=torch.from_numpy(np.repeat(np.arange(len(sequences)), scored)),
         lengths=lengths,
         routed=_routed(sequences),
+        supports=_supports(sequences),
     )
 
 
@@ -317,6 +337,20 @@ def _routed(sequences: Sequence[ScoredSequence]) -> Tensor | None:
         if each.routes is not None:
             filled[start : start + len(each.routes)] = each.routes
     return torch.from_numpy(filled)
+
+
+def _supports(sequences: Sequence[ScoredSequence]) -> SupportSets | None:
+    """`Batch.supports`, each distinct set once; None if all scored tokens were drawn from the whole vocabulary."""
+    if all(each.supports is None for each in sequences):
+        return None
+    writer = SupportsWriter()
+    for each in sequences:
+        if each.supports is None:
+            writer.add(None, len(each.scored))
+        else:
+            writer.extend(replace(each.supports, numbers=each.supports.numbers[each.scored]))
+    found = writer.supports()
+    return SupportSets.of(found) if len(found.sizes) else None
 
 
 def cut_by_tokens(sequences: Sequence[ScoredSequence], tokens: int) -> list[list[int]]:

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 
 from contracts.artifacts import Artifact, ArtifactWriter, find_artifact
 from contracts.digests import action_key, file_sha256
-from contracts.episodes import TokenRole
+from contracts.episodes import SUPPORTS, TokenRole
 from contracts.store import Store
 from trainer.errors import TrainingDataError
 
@@ -70,6 +70,8 @@ def import_episodes(path: Path, store: Store) -> Artifact:
         return found
     names = [("episode_id", pa.string()), ("group_id", pa.string())]
     schema = pa.schema([*names, ("token_ids", _TOKENS), ("token_role", _ROLES), ("logprobs", _LOGPROBS)])
+    if SUPPORTS.name in _column_names(path):
+        schema = schema.append(SUPPORTS)
     members: list[pa.Table] = []
     with ArtifactWriter(store, "dataset", key, parents={}, config=content, code_version=VERSION) as out:
         with pq.ParquetWriter(out.directory / "train.parquet", schema, compression="zstd") as train:
@@ -79,6 +81,8 @@ def import_episodes(path: Path, store: Store) -> Artifact:
                 columns["group_id"] = _cast(batch, "group_id", pa.string(), path)
                 columns["reward"] = _cast(batch, "reward", pa.float64(), path)
                 columns["episode_id"] = _episode_ids(batch, path, first)
+                if SUPPORTS.name in schema.names:
+                    columns[SUPPORTS.name] = _cast(batch, SUPPORTS.name, SUPPORTS.type, path)
                 graded = pc.is_valid(columns["reward"])
                 table = pa.table(columns).filter(graded)
                 train.write_table(table.select(schema.names).cast(schema))
@@ -101,9 +105,16 @@ def _row_count(path: Path) -> int:
         raise _unreadable(path, error) from None
 
 
+def _column_names(path: Path) -> list[str]:
+    try:
+        return list(pq.read_schema(path).names)
+    except (pa.ArrowException, OSError) as error:
+        raise _unreadable(path, error) from None
+
+
 def _batches(path: Path, needed: Sequence[str]) -> Iterator[tuple[int, pa.RecordBatch]]:
     """Number of the first row, and the batch, with the columns of the schema that the file has."""
-    known = ("episode_id", "group_id", "reward", "token_ids", "token_role", "spans", "logprobs")
+    known = ("episode_id", "group_id", "reward", "token_ids", "token_role", "spans", "logprobs", SUPPORTS.name)
     try:
         with pq.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
             present = [name for name in known if name in file.schema_arrow.names]

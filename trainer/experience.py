@@ -5,7 +5,7 @@ The file is read batch by batch into flat arrays, which leave the memory if they
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from contracts.artifacts import Artifact
 from contracts.digests import digest_of
-from contracts.episodes import ROUTED_EXPERTS
+from contracts.episodes import ROUTED_EXPERTS, SUPPORTS
 from trainer.algorithms.advantages import reward_advantages
 from trainer.algorithms.base import Advantage
 from trainer.algorithms.ppo import Ppo
@@ -27,6 +27,7 @@ from trainer.data import Rows, RowsReader, ScoredSequence, count_tokens
 from trainer.errors import TrainingDataError
 from trainer.flat import Ragged, flat_array
 from trainer.routing import read_routes
+from trainer.supports import read_supports
 
 _TRAIN = "train.parquet"
 
@@ -71,6 +72,11 @@ def read_experience(
         batches = dataset.batches(_TRAIN, [ROUTED_EXPERTS.name])
         values = (value.as_py() for batch in batches for value in batch.column(0))
         sequences.routes = read_routes(sequences, values, where, config, folder)
+
+    def supports() -> Iterator[pa.Array]:
+        return (batch.column(0) for batch in dataset.batches(_TRAIN, [SUPPORTS.name]))
+
+    sequences.supports = read_supports(sequences, supports, where, config["vocab_size"], folder)
     names = dataset.table(_TRAIN, ["episode_id", "group_id"])
     episodes, groups = (names.column(each).combine_chunks() for each in names.column_names)
     members = dataset.table("members.parquet", ["episode_id", "group_id", "reward", "group_reward_mean"])

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from contracts.architectures import Architecture, inverse_frequencies
+from trainer.head import SupportSets, scores_over_supports
 from trainer.recipes import recipe_of
 from trainer.recipes.base import Experts, Recipe
 
@@ -39,6 +40,8 @@ class Batch:
     """int32 [tokens, layers, experts per token]: experts to use, -1 where no experts are recorded and the model's own
     choice is used. None: nothing is replayed.
     """
+    supports: SupportSets | None = None
+    """Sets that the scored tokens were drawn from; None: the whole vocabulary."""
 
     def to(self, device: torch.device) -> Batch:
         """The batch on `device`."""
@@ -46,7 +49,9 @@ class Batch:
             return self
         names = ("token_ids", "rows", "targets", "owners")
         moved = {name: getattr(self, name).to(device) for name in names}
-        return replace(self, **moved, routed=None if self.routed is None else self.routed.to(device))
+        routed = None if self.routed is None else self.routed.to(device)
+        supports = None if self.supports is None else self.supports.to(device)
+        return replace(self, **moved, routed=routed, supports=supports)
 
 
 @dataclass(frozen=True)
@@ -54,7 +59,7 @@ class Scores:
     """Result of a forward pass for the scored tokens."""
 
     logprobs: Tensor
-    """float32 [scored], natural logarithm, after temperature."""
+    """float32 [scored], natural logarithm, after temperature, over the support if there is one."""
     entropy: Tensor
     """float32 [scored], nats; carries no gradient."""
     routing: Routing | None
@@ -148,7 +153,7 @@ def score(
             routed.append((used.float(), router.sum(0), squares))
     hidden = _norm(recipe, hidden, leaves["model.norm.weight"], config["rms_norm_eps"])
     head = leaves.get("lm_head.weight", embedding)
-    logprobs, entropy = recipe.head(hidden, head, batch.targets, temperature)
+    logprobs, entropy = scores_over_supports(recipe.head, hidden, head, batch.targets, temperature, batch.supports)
     assigned = Routing(*(torch.stack(each) for each in zip(*routed, strict=True))) if routed else None
     return Scores(logprobs, entropy, assigned, hidden.float(), _replay(batch, rerouted))
 

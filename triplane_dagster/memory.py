@@ -93,7 +93,13 @@ def workload(experiment: Experiment, config: Mapping[str, Any]) -> Workload:
     rows = experiment.prompts.groups * experiment.rollouts.group_size
     return Workload(
         config=config,
-        batch=Batch(tokens, tokens, rows=rows, sequences=max(1, tokens // longest)),
+        batch=Batch(
+            tokens,
+            tokens,
+            rows=rows,
+            sequences=max(1, tokens // longest),
+            supported=experiment.rollouts.records_supports,
+        ),
         backend=where.backend,
         ranks=where.processes,
         stage=where.stage,

@@ -13,6 +13,7 @@ from trainer_world import World
 import trainer.head
 from contracts.artifacts import find_artifact
 from contracts.store import open_store
+from contracts.supports import Supports, supports_of
 from resources.experiment import load_experiment
 from tests.trainer.test_trainer_rl import base, own_dataset
 from trainer.data import ScoredSequence, make_batch
@@ -35,8 +36,8 @@ UNTIED = ModelConfig(
 DENSE = ModelConfig(family="qwen3", hidden_size=256, layers=2, mlp_width=384, heads=4, kv_heads=2, head_dim=64)
 
 
-def saved_by_autograd(config: dict[str, object], lengths: list[int], scored: int) -> int:
-    """Bytes of all tensors that a forward pass saves, once each, without the weights."""
+def saved_by_autograd(config: dict[str, object], lengths: list[int], scored: int, supports: Supports | None) -> int:
+    """Bytes of all tensors that a forward pass saves, once each, without the weights. supports: of each sequence."""
     parameters = Parameters.from_masters(config, draw_masters(config, 0))
     own = {each.untyped_storage().data_ptr() for each in parameters.leaves.values()}
     held: dict[int, torch.Tensor] = {}
@@ -47,7 +48,8 @@ def saved_by_autograd(config: dict[str, object], lengths: list[int], scored: int
             held.setdefault(place, tensor)
         return tensor
 
-    batch = make_batch([ScoredSequence(np.zeros(n, np.int64), np.arange(n - scored, n)) for n in lengths])
+    sequences = [ScoredSequence(np.zeros(n, np.int64), np.arange(n - scored, n), supports=supports) for n in lengths]
+    batch = make_batch(sequences)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         score(parameters.leaves, config, batch)
     return sum(tensor.untyped_storage().nbytes() for tensor in held.values())
@@ -66,7 +68,19 @@ def test_planned_activations_are_those_that_autograd_saves(
     shape = Shapes.of(config).model
     _, head, _ = activations.head_bytes(shape, batch, cuda=False)
     planned = activations.saved_bytes(shape, batch) + head
-    assert planned == pytest.approx(saved_by_autograd(config, lengths, 30), rel=0.002)
+    assert planned == pytest.approx(saved_by_autograd(config, lengths, 30, None), rel=0.002)
+
+
+def test_planned_activations_include_tokens_with_a_support() -> None:
+    config = DENSE.hf_config(20_000)
+    whole = [None] * 35
+    supports = supports_of([*whole, *[np.arange(20_000) % 2 == 0] * 29])  # all scored tokens but the first
+    batch = Batch(64, 30, supported=True)
+    shape = Shapes.of(config).model
+    _, head, _ = activations.head_bytes(shape, batch, cuda=False)
+    planned = activations.saved_bytes(shape, batch) + head
+    assert planned == pytest.approx(saved_by_autograd(config, [64], 30, supports), rel=0.03)
+    assert planned > saved_by_autograd(config, [64], 30, None) * 1.3
 
 
 def test_planned_weights_are_the_bytes_of_the_trainers_buffers() -> None:

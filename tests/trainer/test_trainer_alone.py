@@ -134,6 +134,14 @@ def test_rewards_become_members_with_the_mean_of_their_group(tmp_path: Path) -> 
     assert found.table("train.parquet").num_rows == 3
 
 
+def test_supports_of_a_file_reach_the_dataset(tmp_path: Path) -> None:
+    pq.write_table(episodes(supports=[b"0", None, b"2", b"3"]), tmp_path / "e.parquet")
+    found = import_episodes(tmp_path / "e.parquet", open_store(str(tmp_path / "store")))
+    kept = episodes().column("reward").is_valid().to_pylist()
+    expected = [each for each, graded in zip([b"0", None, b"2", b"3"], kept, strict=True) if graded]
+    assert found.table("train.parquet", ["supports"]).column(0).to_pylist() == expected
+
+
 @pytest.mark.parametrize(
     ("columns", "message"),
     [

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from contracts.artifacts import Artifact, ArtifactRef, ArtifactWriter
 from contracts.chat import END_OF_TEXT, SPECIAL_TOKENS, ChatTokenizer
 from contracts.digests import digest_of
-from contracts.episodes import ROUTED_EXPERTS, TokenRole
+from contracts.episodes import ROUTED_EXPERTS, SUPPORTS, TokenRole
 from contracts.store import Store, open_store
 from trainer.algorithms.grpo import Grpo
 from trainer.backends.base import AdamWRule
@@ -85,8 +85,8 @@ class World:
 
     def dataset(self, rows: list[dict[str, Any]], members: list[dict[str, Any]]) -> Artifact:
         """A `dataset` artifact of the columns that the trainer reads."""
-        routed = any(ROUTED_EXPERTS.name in row for row in rows)
-        train = pa.Table.from_pylist(rows, schema=TRAIN.append(ROUTED_EXPERTS) if routed else TRAIN)
+        recorded = [each for each in (ROUTED_EXPERTS, SUPPORTS) if any(each.name in row for row in rows)]
+        train = pa.Table.from_pylist(rows, schema=pa.schema([*TRAIN, *recorded]))
         rewards: dict[str, list[float]] = {}
         for row in members:
             rewards.setdefault(row["group_id"], []).extend([] if row["reward"] is None else [row["reward"]])

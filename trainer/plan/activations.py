@@ -28,6 +28,8 @@ class Batch:
     """Sequences of the whole dataset, of the same mean length."""
     sequences: int = 1
     """Sequences of the forward pass."""
+    supported: bool = False
+    """Whether the dataset records supports. All scored tokens but one are assumed to have one, which takes the most."""
 
     @property
     def all_tokens(self) -> int:
@@ -78,10 +80,17 @@ def head_bytes(model: Architecture, batch: Batch, *, cuda: bool) -> tuple[int, i
     The last one has the gradient of the weight, [vocabulary, hidden].
     """
     weight, hidden = F32 * model.vocabulary * model.hidden, F32 * batch.scored * model.hidden
-    if tiled(model, batch, cuda=cuda):
-        return TILES, 4 * F32 * batch.scored, TILES + weight + hidden
     logits = F32 * batch.scored * model.vocabulary
-    return 4 * logits, logits, max(3 * logits, logits + weight + hidden)
+    if tiled(model, batch, cuda=cuda):
+        peak, kept, back = TILES, 4 * F32 * batch.scored, TILES + weight + hidden
+    else:
+        peak, kept, back = 4 * logits, logits, max(3 * logits, logits + weight + hidden)
+    if not batch.supported:
+        return peak, kept, back
+    part = min(logits, LARGEST_LOGITS)
+    masks, wide = part // F32, 0 if cuda else part
+    own = hidden + (masks + wide if part == logits else 0)
+    return max(masks + 4 * wide, own + peak), own + kept, max(own + back, masks + 4 * wide + weight + hidden)
 
 
 def experts_transient(model: Architecture, tokens: int) -> int:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
+
+import pyarrow.parquet as pq
 
 from contracts.artifacts import open_artifact
 from contracts.chat import ChatTokenizer
+from contracts.episodes import SUPPORTS
 from contracts.errors import SchemaError
 from contracts.store import Store
 from trainer.config import RlJob, SftJob
@@ -40,12 +44,15 @@ def check_memory(job: SftJob | RlJob, store: Store) -> None:
 
 def _plan_iteration(job: RlJob, store: Store) -> Plan:
     config = open_artifact(store, job.checkpoint).json("config.json")
-    train = open_artifact(store, job.dataset).table("train.parquet", _COLUMNS)
+    dataset = open_artifact(store, job.dataset)
+    train = dataset.table("train.parquet", _COLUMNS)
+    supported = SUPPORTS.name in pq.read_schema(dataset.path("train.parquet")).names
+    batch = replace(batch_of(train, job.config.microbatch_tokens, job.ranks), supported=supported)
     state = open_artifact(store, job.trainer_state).json("state.json")
     return plan_training(
         Workload(
             config=config,
-            batch=_known(job, batch_of(train, job.config.microbatch_tokens, job.ranks)),
+            batch=_known(job, batch),
             backend=job.backend,
             ranks=job.ranks,
             stage=job.stage,

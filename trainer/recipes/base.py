@@ -76,10 +76,12 @@ class Recipe:
             return F.linear(self.wide(rows), self.wide(weight))
         return self.wide(F.linear(self.wide(rows.to(dtype)), self.wide(weight.to(dtype))).to(dtype))
 
-    def head(self, rows: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    def head(
+        self, rows: Tensor, weight: Tensor, targets: Tensor, temperature: float, allowed: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Log probability of each target and entropy, as `trainer.head.target_scores` of rows [scored, hidden]."""
         dtype = torch.bfloat16 if self.forward.head_dtype == "bfloat16" else None
-        return target_scores(*self.head_operands(rows, weight), targets, temperature, dtype)
+        return target_scores(*self.head_operands(rows, weight), targets, temperature, dtype, allowed)
 
     def head_operands(self, rows: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """rows and weight in one dtype that holds the values of both: narrow on a GPU, which sums in float32 anyway."""

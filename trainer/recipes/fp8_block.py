@@ -47,11 +47,14 @@ class Fp8BlockRecipe(Recipe):
         out = expert_mlp(permuted.rows, self.weights(experts), permuted.offsets, self._products)
         return unpermute(out, permuted, shares.float())
 
-    def head(self, rows: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    def head(
+        self, rows: Tensor, weight: Tensor, targets: Tensor, temperature: float, allowed: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """See Recipe.head."""
         if self.forward.head_dtype != "float32":
-            return super().head(rows, weight, targets, temperature)
-        logprobs, entropy = loss_head(*self.head_operands(rows, weight), targets, temperature=temperature)
+            return super().head(rows, weight, targets, temperature, allowed)
+        operands = self.head_operands(rows, weight)
+        logprobs, entropy = loss_head(*operands, targets, temperature=temperature, allowed=allowed)
         return logprobs, entropy.detach()
 
     def weights(self, experts: Experts) -> ExpertWeights:
