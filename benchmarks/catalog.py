@@ -18,6 +18,7 @@ CATALOG: Mapping[str, str] = {
     "overhead": "share of an iteration outside sampling, tools, grading and optimizing",
     "overlap": "wall clock of an iteration when the next one is sampled while it trains, with simulated GPUs",
     "engine": "tokens per second of the built-in engine, compared with HF generate on the same checkpoint",
+    "speculation": "turns sampled with guessed tokens and without: the same bits, tokens per second, passes per token",
     "bridge": "steps of episodes over the bridge: latency, rate and memory, compared with bare gRPC and OpenEnv",
     "bridge-chaos": "episodes under cut connections, killed bridges and killed clients: the same tokens, nothing left",
     "chaos": "iterations killed at named points and random times: same content, nothing sampled twice or left over",

@@ -96,6 +96,7 @@ class ChatTokenizer:
         self._ids: dict[str, int] = {token: int(tokenizer.token_to_id(token) or 0) for token in SPECIAL_TOKENS}
         self.end_of_turn: int = self._ids[TURN_END]
         self.pad: int = self._ids[END_OF_TEXT]
+        self.call_start: int = self._ids[CALL_START]
         self.call_end: int = self._ids[CALL_END]
 
     @classmethod

@@ -174,6 +174,11 @@ class BuiltinEngine:
         return self._prefix_bytes / (numbers * torch.float32.itemsize)
 
     @property
+    def passes(self) -> int:
+        """Passes of a sequence that sampled, over all sequences so far; without guesses one for each token."""
+        return self._scheduler.passes
+
+    @property
     def stopped(self) -> bool:
         """Whether the engine was closed or its thread failed."""
         return self._closing or self._failure is not None

@@ -74,8 +74,8 @@ class Scheduler:
         self._decoding = 0
         self._prefilling = 0
         self._chunk = CHUNK
-        self.passes = self.sampled = 0
-        """Passes of a sequence that sampled, over all sequences so far, and tokens that they gave."""
+        self.passes = 0
+        """See BuiltinEngine.passes."""
         self.streamed = 0
         """Number of sequences whose tokens are delivered while they are sampled."""
 
@@ -338,13 +338,11 @@ class Scheduler:
             logits, supports = restrict(logits, temperatures, [mask for each in guesses for mask in each], top_ps)
         found = sample(logits, temperatures, uniform(table.seed[owners], positions))
         tokens, logprobs = found[0].numpy(), found[1].numpy()
-        before = int(table.length[slots].sum())
         if guesses is None:
             ended = self._append(first, last, tokens, logprobs)
         else:
             ended = self._append_agreeing(first, tokens, logprobs, guesses, supports)
         self.passes += last - first
-        self.sampled += int(table.length[slots].sum()) - before
         return ended
 
     def _append(

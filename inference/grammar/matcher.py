@@ -23,7 +23,7 @@ class Matcher:
         """bool [vocabulary]: the allowed tokens, at least one; None if all are."""
         if not self._matcher.fill_next_token_bitmask(self._bits, 0):
             return None
-        return np.unpackbits(self._bits.numpy().view(np.uint8), bitorder="little")[: self._size].astype(np.bool_)
+        return np.unpackbits(self._bits.numpy().view(np.uint8), bitorder="little")[: self._size].view(np.bool_)
 
     def accept(self, token: int) -> None:
         """Go on after `token`, which the mask allows."""

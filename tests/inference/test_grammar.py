@@ -166,7 +166,7 @@ async def test_forced_tokens_take_no_pass_of_their_own(policy: Path, tokenizer: 
     found = await engine.generate(*asked)
     assert found.token_ids[:-1] == list(range(20, 32)) and found.finish_reason == "stop"
     assert found.forced == [True] * 12 + [False] and found.logprobs[:12] == [0.0] * 12
-    assert engine._scheduler.passes == 3  # the prompt, and 8 tokens in each of the next
+    assert engine.passes == 3  # the prompt, and 8 tokens in each of the next
     await engine.close()
 
 
