@@ -37,6 +37,7 @@ def test_shipped_experiments_load_and_pass_a_dry_run(
         ("rollouts.group_size=0", "rollouts.group_size = 0: Input should be greater than or equal to 1"),
         ("trainer.temperature=2", "set both to the same value"),
         ("trainer.routing_replay=true", "rollouts.record_routing is false: set it to true too"),
+        ("rollouts.top_p=0", "rollouts.top_p = 0: Input should be greater than 0"),
         ("trainer.algorithm={kind: gspo, aggregation: token}", "gspo has one term for each sequence"),
         ("trainer.algorithm={kind: cispo, dual_clip: 3}", "cispo bounds the ratio of both signs"),
         ("trainer.algorithm={kind: ppo, advantage: group_mean}", "trainer.algorithm.advantage = 'group_mean': Input"),
@@ -72,6 +73,13 @@ def test_recording_routing_needs_an_engine_that_returns_it(engine: str, returns:
         return
     with pytest.raises(ExperimentError, match=r"engine\.kind .* returns no routed experts: use builtin, or vllm"):
         load_experiment(QUICKSTART, overrides)
+
+
+@pytest.mark.parametrize("setting", ["rollouts.grammar=true", "rollouts.top_p=0.9"])
+def test_sampling_from_part_of_the_vocabulary_needs_an_engine_that_records_it(setting: str) -> None:
+    assert load_experiment(QUICKSTART, [setting]).rollouts.records_supports
+    with pytest.raises(ExperimentError, match=r"engine\.kind openai returns no record to train on: use builtin"):
+        load_experiment(QUICKSTART, [setting, "engine={kind: openai, base_url: http://h/v1}"])
 
 
 def test_overrides_are_yaml_values_of_any_depth() -> None:

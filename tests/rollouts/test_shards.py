@@ -105,6 +105,16 @@ def test_an_engine_without_routing_is_refused_before_an_episode_begins(
     assert engine.requests == 1
 
 
+def test_an_engine_without_supports_is_refused_before_an_episode_begins(
+    tmp_path: Path, envd: LocalEnvd, tokenizer: ChatTokenizer
+) -> None:
+    plan, store = make_plan(TASKS, 1, top_p=0.9), LocalStore(tmp_path)
+    engine = ScriptedEngine(tokenizer, read_then_maybe_fix)
+    with pytest.raises(RolloutError, match="engine does not return what tokens were drawn from"):
+        sample(plan, store, envd, engine, tokenizer, [0])
+    assert engine.requests == 1
+
+
 def test_merged_rows_round_trip_and_stand_in_order(tmp_path: Path, envd: LocalEnvd, tokenizer: ChatTokenizer) -> None:
     plan, store, seen = make_plan(TASKS, 3, refill=False), LocalStore(tmp_path), []
     (report,) = sample(plan, store, envd, ScriptedEngine(tokenizer, read_then_maybe_fix), tokenizer, [0], seen)
