@@ -44,6 +44,8 @@ from triplane_dagster.run import open_instance
 
 AT_ONCE = (1, 4, 64)
 """Sequences in flight."""
+FIRST = "0000"
+"""The iteration whose rollouts the base policy played."""
 RANDOM_TURNS = 200
 MASKS = 64
 LARGE_VOCABULARY = 151_936
@@ -188,13 +190,13 @@ async def _all(engine: BuiltinEngine, turns: Sequence[Turn], at_once: int, *, re
 
 
 def _played(store: Store, experiment: Experiment, count: int) -> tuple[Path, list[Turn]]:
-    """Checkpoint of the base policy, and turns that it took in the first iterations."""
+    """Checkpoint of the base policy, and turns that it took in the first iteration."""
     turns: list[Turn] = []
     policy = _base(store, experiment)
     directory = policy.path("config.json").parent
     tokenizer = ChatTokenizer.from_directory(directory)
     grammar, stops = tools_grammar(tokenizer), (tokenizer.end_of_turn, tokenizer.pad)
-    rollouts = open_artifact(store, require_ref(store, experiment.name, "rollouts", "0001"))
+    rollouts = open_artifact(store, require_ref(store, experiment.name, "rollouts", FIRST))
     for episode in read_episodes(rollouts.table("episodes.parquet"), rollouts.table("sequences.parquet")):
         for sequence in episode.sequences:
             for start, _ in policy_turns(sequence):
@@ -209,11 +211,11 @@ def _base(store: Store, experiment: Experiment) -> Artifact:
     definitions = definitions_for([experiment], no_progress)
     with quiet_dagster(), open_instance() as instance:
         definitions.resolve_job_def(base_job_name(experiment)).execute_in_process(instance=instance)
-        if next_partition(store, experiment) == "0001":
-            instance.add_dynamic_partitions(experiment.name, ["0001"])
+        if next_partition(store, experiment) == FIRST:
+            instance.add_dynamic_partitions(experiment.name, [FIRST])
             job = definitions.resolve_job_def(iteration_job_name(experiment))
-            job.execute_in_process(instance=instance, partition_key="0001", run_config=dg.RunConfig())
-    rollouts = open_artifact(store, require_ref(store, experiment.name, "rollouts", "0001"))
+            job.execute_in_process(instance=instance, partition_key=FIRST, run_config=dg.RunConfig())
+    rollouts = open_artifact(store, require_ref(store, experiment.name, "rollouts", FIRST))
     return open_artifact(store, rollouts.manifest.parents["policy"])
 
 

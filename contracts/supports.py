@@ -74,10 +74,11 @@ class SupportsWriter:
 
     def add(self, mask: Mask | None, count: int = 1) -> None:
         """`count` tokens with this support [vocabulary]; None: the whole vocabulary."""
-        if mask is None or mask.all():
+        members = 0 if mask is None else np.count_nonzero(mask)
+        if mask is None or members == len(mask):
             self._numbers += [WHOLE] * count
             return
-        left_out = bool(2 * mask.sum() > len(mask))
+        left_out = bool(2 * members > len(mask))
         self._add((left_out, np.flatnonzero(mask != left_out).astype(np.int32).tobytes()), count)
 
     def extend(self, supports: Supports) -> None:

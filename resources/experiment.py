@@ -448,10 +448,10 @@ class Experiment(Section):
                 f"rollouts.record_routing is true, but engine.kind {self.engine.kind} returns no routed experts: use"
                 " builtin, or vllm with engine.flags [--enable-return-routed-experts]"
             )
-        if self.rollouts.records_supports and not self.engine.records_supports:
+        for name in sorted(self.rollouts.restrictions - self.engine.restrictions):
             raise ValueError(
-                "rollouts.grammar or rollouts.top_p samples from part of the vocabulary, of which engine.kind"
-                f" {self.engine.kind} returns no record to train on: use builtin, or leave them out"
+                f"rollouts.{name} samples from part of the vocabulary, of which engine.kind {self.engine.kind} gives no"
+                " record to train on: use builtin, or for a grammar vllm with engine.flags [--no-skip-tokenizer-init]"
             )
 
     def _require_experts(self) -> None:

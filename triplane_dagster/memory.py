@@ -98,7 +98,7 @@ def workload(experiment: Experiment, config: Mapping[str, Any]) -> Workload:
             tokens,
             rows=rows,
             sequences=max(1, tokens // longest),
-            supported=experiment.rollouts.records_supports,
+            supported=bool(experiment.rollouts.restrictions),
         ),
         backend=where.backend,
         ranks=where.processes,

@@ -37,9 +37,9 @@ class _Config(BaseModel):
         return True
 
     @property
-    def records_supports(self) -> bool:
-        """Whether the engine may return what tokens were drawn from, under a grammar or `top_p`."""
-        return self.implementation == "builtin"
+    def restrictions(self) -> frozenset[str]:
+        """Which of `grammar` and `top_p` the engine may sample under, and say what tokens were drawn from."""
+        return frozenset()
 
     def mismatch(self, forward: Forward) -> str | None:
         """Why this engine can't match the recipe `forward` on any device, with the fix.
@@ -61,6 +61,11 @@ class BuiltinConfig(_Config):
     """Memory to reuse the state of finished turns, in MiB; 0 disables reuse."""
     drafts: bool = True
     """Whether to guess tokens from earlier ones, to compute several in one pass. Changes no token."""
+
+    @property
+    def restrictions(self) -> frozenset[str]:
+        """See the base class."""
+        return frozenset(("grammar", "top_p"))
 
 
 class _RemoteConfig(_Config):
@@ -310,6 +315,14 @@ class VllmConfig(_LoadingConfig):
         """See the base class; a server started here needs the flag."""
         return self.base_url is not None or "--enable-return-routed-experts" in self.flags
 
+    @property
+    def restrictions(self) -> frozenset[str]:
+        """See the base class; a grammar needs a server that loads the tokenizer. Its supports follow from the tokens,
+        those of a nucleus do not.
+        """
+        loads = self.base_url is not None or "--no-skip-tokenizer-init" in self.flags
+        return frozenset(("grammar",) if loads else ())
+
     def mismatch(self, forward: Forward) -> str | None:
         """See the base class."""
         loaded = {"auto": (True, False), "fp8": (False,), "dequantized": (True,)}[self.weights]
@@ -329,9 +342,9 @@ class CustomConfig(_Config):
     """Options for the function, which checks them."""
 
     @property
-    def records_supports(self) -> bool:
+    def restrictions(self) -> frozenset[str]:
         """See the base class; an answer shows whether it does."""
-        return True
+        return frozenset(("grammar", "top_p"))
 
     @model_validator(mode="after")
     def _importable(self) -> Self:
@@ -382,6 +395,11 @@ class RoutedConfig(_Config):
     def records_routing(self) -> bool:
         """See the base class."""
         return all(each.records_routing for each in self.replicas)
+
+    @property
+    def restrictions(self) -> frozenset[str]:
+        """See the base class."""
+        return frozenset.intersection(*(each.restrictions for each in self.replicas))
 
     def mismatch(self, forward: Forward) -> str | None:
         """See the base class."""

@@ -47,7 +47,7 @@ class Restriction:
         """
         for support, mask in zip(supports, masks, strict=True):
             self._writer.add(support)
-            self._forced.append(mask is not None and int(mask.sum()) == 1)
+            self._forced.append(mask is not None and np.count_nonzero(mask) == 1)
         if self._matcher is None:
             return
         if spare := tried + 1 - len(sampled):
@@ -66,7 +66,7 @@ class Restriction:
     def _look(self) -> bool:
         """Set `mask`. Returns whether any token is allowed."""
         self.mask = None if self._matcher is None else self._matcher.mask()
-        return self.mask is None or bool(self.mask.any())
+        return self.mask is None or bool(np.count_nonzero(self.mask))
 
 
 def restrict(

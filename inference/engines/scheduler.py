@@ -300,7 +300,7 @@ class Scheduler:
         # the last token that may be sampled is never fed
         for place in range(length, min(length + longest, int(table.limit[slot]) - 1)):
             token, mask = None, masks[-1]
-            if mask is not None and int(mask.sum()) == 1:
+            if mask is not None and np.count_nonzero(mask) == 1:
                 token = int(mask.argmax())
             elif place < length + room and self._drafts is not None:
                 token = self._drafts.guess(table.tokens[slot, max(0, place - max(ORDERS)) : place].tolist())

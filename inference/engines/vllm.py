@@ -28,6 +28,8 @@ from inference.engines.seeds import mixed_seed
 from inference.engines.vllm_keeper import HEALTH_S, VllmKeeper
 from inference.engines.vllm_update import Policy, is_asleep, load_policy, prove_policy, score, served_version, serves
 from inference.errors import EngineError, EngineStopped, EngineUnreachable, RequestTooLong, StaleVersion, WeightsDiffer
+from inference.grammar.compiled import Vocabulary
+from inference.grammar.replay import with_supports
 
 _REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 Placer = Callable[[PolicyFiles, bool], Awaitable[Path]]
@@ -79,7 +81,8 @@ class VllmEngine(StreamsWhole):
 
         If the server is dead, another one is started before the error is raised.
         """
-        require_unrestricted(params, "vllm")
+        if params.top_p < 1.0:
+            require_unrestricted(params, "vllm")
         client = await self._attached()
         room = min(params.max_tokens, self._context - len(prompt_ids))
         if room < 1:
@@ -97,6 +100,8 @@ class VllmEngine(StreamsWhole):
             "ignore_eos": True,
             "detokenize": False,
         }
+        if params.grammar is not None:
+            sampling["structured_outputs"] = {"structural_tag": params.grammar}
         if params.routing_from is not None:
             sampling["routed_experts_prompt_start"] = params.routing_from
         body = {"token_ids": list(prompt_ids), "sampling_params": sampling, "cache_salt": self._version}
@@ -106,7 +111,16 @@ class VllmEngine(StreamsWhole):
             if self._waits:
                 await self._recovered(client)
             raise
-        return self._completion(answer, routed=params.routing_from is not None)
+        completion = self._completion(answer, routed=params.routing_from is not None)
+        if params.grammar is None:
+            return completion
+        return await asyncio.to_thread(self._with_supports, completion, params)
+
+    def _with_supports(self, completion: Completion, params: SamplingParams) -> Completion:
+        """The completion with what its grammar left to draw from, which vLLM does not return. Raises EngineError."""
+        size = self._files.config()["vocab_size"]
+        vocabulary = Vocabulary.of(self._files.directory() / "tokenizer.json", size)
+        return with_supports(completion, params, vocabulary)
 
     async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> list[float]:
         """See Engine.score. Only at temperature 1, and for one token less than the context length."""

@@ -19,6 +19,8 @@ from contracts.tensor_parts import Part, bytes_of, cut_parts, index_json, part_n
 from inference.engines.weights import PlainTensors
 
 CONFIG = "config.json"
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
+"""Needed by a server that follows grammars."""
 _METADATA = {"format": "pt"}
 
 
@@ -55,7 +57,7 @@ def _write(checkpoint: PlainTensors, fill: Callable[[str], AbstractContextManage
     bodies = {CONFIG: canonical_json({**plain, "dtype": "float32"}), f"{WEIGHTS}{INDEX}": index_json(parts)}
     for name in _others(checkpoint):
         with fill(name) as path:
-            path.write_bytes(bodies[name])
+            path.write_bytes(bodies[name] if name in bodies else (checkpoint.directory / name).read_bytes())
 
 
 def _parts(checkpoint: PlainTensors) -> dict[str, dict[str, Form]]:
@@ -65,7 +67,8 @@ def _parts(checkpoint: PlainTensors) -> dict[str, dict[str, Form]]:
 
 
 def _others(checkpoint: PlainTensors) -> list[str]:
-    return [f"{WEIGHTS}{INDEX}", CONFIG] if len(_parts(checkpoint)) > 1 else [CONFIG]
+    index = [f"{WEIGHTS}{INDEX}"] if len(_parts(checkpoint)) > 1 else []
+    return [*(name for name in TOKENIZER if (checkpoint.directory / name).is_file()), *index, CONFIG]
 
 
 @contextmanager

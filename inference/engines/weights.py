@@ -111,7 +111,7 @@ class PlainTensors:
 
     def __init__(self, directory: Path) -> None:
         """Raises SchemaError, EngineError."""
-        self._directory, self.config = directory, _read_config(directory)
+        self.directory, self.config = directory, _read_config(directory)
         self._quantized = "quantization_config" in self.config
         if self._quantized or FORWARD in self.config:
             check_checkpoint(directory)
@@ -136,7 +136,7 @@ class PlainTensors:
             found = found if added is None else found + added
         if not is_finite(found):
             raise EngineError(
-                f"checkpoint {self._directory}: tensor {name} is not finite; its training diverged, don't serve it"
+                f"checkpoint {self.directory}: tensor {name} is not finite; its training diverged, don't serve it"
             )
         return found
 

@@ -5,3 +5,6 @@
 Text outside calls is free, except for a lone end of a call. A call that ends is valid: JSON of a listed tool with the
 arguments of its schema. The grammars are xgrammar's; needs the extra `grammar`.
 """
+
+ANY_TEXT = '{"type":"structural_tag","format":{"type":"any_text"}}'
+"""Grammar that allows everything."""

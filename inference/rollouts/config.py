@@ -62,11 +62,11 @@ class RolloutConfig(BaseModel):
     grammar: bool = False
     """Whether tool calls are sampled under the grammar of the task's tools: a call that ends is valid. Tokens without
     an alternative are inserted instead of sampled; the supports of the others are recorded, and the trainer normalizes
-    over them. The engine must be `builtin`.
+    over them. The engine must be `builtin`, or `vllm` with the flag --no-skip-tokenizer-init.
     """
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     """Sample from the most probable tokens whose probabilities add up to at least this (nucleus sampling); 1: from all.
-    Supports are recorded. The engine must be `builtin`.
+    Supports are recorded, too. The engine must be `builtin`.
     """
     profile: Profile = "deterministic"
     """deterministic: of over-sampled episodes the lowest sample indices are kept. throughput: the first to arrive, the
@@ -83,14 +83,14 @@ class RolloutConfig(BaseModel):
         return values
 
     @property
-    def records_supports(self) -> bool:
-        """Whether tokens are sampled from part of the vocabulary, which is recorded."""
-        return self.grammar or self.top_p < 1.0
+    def restrictions(self) -> frozenset[str]:
+        """Names of the settings that leave part of the vocabulary to sample from, which is recorded."""
+        return frozenset(name for name, used in (("grammar", self.grammar), ("top_p", self.top_p < 1.0)) if used)
 
     @property
     def recorded(self) -> list[pa.Field]:
         """Optional columns of the sequences."""
-        wanted = ((ROUTED_EXPERTS, self.record_routing), (SUPPORTS, self.records_supports))
+        wanted = ((ROUTED_EXPERTS, self.record_routing), (SUPPORTS, bool(self.restrictions)))
         return [field for field, recorded in wanted if recorded]
 
     @property

@@ -24,7 +24,9 @@ from contracts.tasks import Task
 from envd.client import Limits, SandboxClient
 from inference.engines.base import Engine, SamplingParams
 from inference.errors import PlanError, RolloutError, StaleVersion
+from inference.grammar import ANY_TEXT
 from inference.rollouts.claims import ClaimOwner
+from inference.rollouts.config import RolloutConfig
 from inference.rollouts.episode import Player
 from inference.rollouts.groups import commit_group, find_group, without_variance
 from inference.rollouts.oversampling import Group
@@ -210,8 +212,8 @@ async def _check(plan: RolloutPlan, shard: int, engine: Engine, tasks: Mapping[s
         )
     if plan.config.record_routing:
         await _require_routing(engine)
-    if plan.config.records_supports:
-        await _require_supports(engine)
+    if plan.config.restrictions:
+        await _require_supports(engine, plan.config)
 
 
 async def _require_routing(engine: Engine) -> None:
@@ -224,13 +226,14 @@ async def _require_routing(engine: Engine) -> None:
         )
 
 
-async def _require_supports(engine: Engine) -> None:
+async def _require_supports(engine: Engine, config: RolloutConfig) -> None:
     """Raise RolloutError unless the engine returns what a token was drawn from."""
-    completion = await engine.generate([0], SamplingParams(1.0, 1, 0, top_p=0.5))
+    grammar = ANY_TEXT if config.grammar else None
+    completion = await engine.generate([0], SamplingParams(1.0, 1, 0, (0,), top_p=config.top_p, grammar=grammar))
     if completion.supports is None:
         raise RolloutError(
-            "rollouts.grammar or rollouts.top_p is set, but the engine does not return what tokens were drawn from: use"
-            " the built-in engine"
+            f"rollouts.{' and '.join(sorted(config.restrictions))} is set, but the engine does not return what tokens"
+            " were drawn from: use the built-in engine"
         )
 
 

@@ -77,9 +77,15 @@ def test_recording_routing_needs_an_engine_that_returns_it(engine: str, returns:
 
 @pytest.mark.parametrize("setting", ["rollouts.grammar=true", "rollouts.top_p=0.9"])
 def test_sampling_from_part_of_the_vocabulary_needs_an_engine_that_records_it(setting: str) -> None:
-    assert load_experiment(QUICKSTART, [setting]).rollouts.records_supports
-    with pytest.raises(ExperimentError, match=r"engine\.kind openai returns no record to train on: use builtin"):
-        load_experiment(QUICKSTART, [setting, "engine={kind: openai, base_url: http://h/v1}"])
+    assert load_experiment(QUICKSTART, [setting]).rollouts.restrictions
+    engines = ["{kind: openai, base_url: http://h/v1}", "{kind: vllm}"]
+    if "top_p" in setting:
+        engines.append("{kind: vllm, flags: [--no-skip-tokenizer-init]}")
+    else:
+        assert load_experiment(QUICKSTART, [setting, "engine={kind: vllm, flags: [--no-skip-tokenizer-init]}"])
+    for engine in engines:
+        with pytest.raises(ExperimentError, match=r"engine\.kind \w+ gives no record to train on: use builtin"):
+            load_experiment(QUICKSTART, [setting, f"engine={engine}"])
 
 
 def test_overrides_are_yaml_values_of_any_depth() -> None:

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from inference.errors import EngineError
 from inference.grammar import compiled as compiling
 from inference.grammar.compiled import Vocabulary, compiled
 from inference.grammar.matcher import Matcher
+from inference.grammar.replay import with_supports
 from inference.grammar.tools import tools_grammar
 from inference.rollouts.turn import read_turn
 from tests.inference.conftest import write_checkpoint
@@ -155,6 +157,32 @@ async def test_neither_drafts_nor_neighbours_change_a_restricted_token(
                 np.testing.assert_array_equal(own.supports.masks(places, SIZE), other.supports.masks(places, SIZE))
     await plain.close()
     await drafting.close()
+
+
+async def test_supports_of_another_engine_follow_from_its_tokens(
+    policy: Path, engine: BuiltinEngine, tokenizer: ChatTokenizer
+) -> None:
+    """As vLLM returns completions: without supports, with some rounding."""
+    vocabulary = Vocabulary.of(policy / "tokenizer.json", SIZE)
+    wanted = calling(tokenizer, 6)
+    checked = 0
+    for (_, params), own in zip(wanted, await answers(engine, wanted), strict=True):
+        bare = replace(own, supports=None, forced=None, logprobs=[each - 1e-6 for each in own.logprobs])
+        found = with_supports(bare, params, vocabulary)
+        assert found.supports is not None and own.supports is not None and found.forced == own.forced
+        places = np.arange(len(own.token_ids))
+        np.testing.assert_array_equal(found.supports.masks(places, SIZE), own.supports.masks(places, SIZE))
+        foreign = replace(bare, token_ids=[own.token_ids[0], tokenizer.pad, *own.token_ids[2:]])
+        with pytest.raises(EngineError, match="which the grammar does not allow after 1 tokens"):
+            with_supports(foreign, params, vocabulary)
+        if own.forced:
+            place = own.forced.index(True)
+            assert found.logprobs[place] == 0.0
+            raw = replace(bare, logprobs=[*bare.logprobs[:place], -3.0, *bare.logprobs[place + 1 :]])
+            with pytest.raises(EngineError, match=r"log probability -3 instead of 0.*processed_logprobs"):
+                with_supports(raw, params, vocabulary)
+            checked += 1
+    assert checked
 
 
 @pytest.mark.slow
