@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 ORDERS = (6, 3)
 """Tokens of context that a guess depends on; the longest that has been seen decides."""
-CAPACITY = 1 << 18
+CAPACITY = 1 << 17
 """Contexts that are remembered, at least; up to twice as many take some 200 bytes each."""
 
 
