@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler
 from contracts.episodes import ROUTED_EXPERTS, SUPPORTS
 
 Profile = Literal["deterministic", "throughput"]
+Keep = Literal["index", "first", "shortest", "spread"]
 
 
 class RolloutConfig(BaseModel):
@@ -20,7 +21,14 @@ class RolloutConfig(BaseModel):
     group_size: int = Field(default=8, ge=1, le=1024)
     """Episodes kept for each prompt."""
     oversample: int = Field(default=0, ge=0, le=1024)
-    """Episodes started for each prompt beyond `group_size`; `profile` says which are kept."""
+    """Episodes started for each prompt beyond `group_size`; `keep` says which are kept."""
+    keep: Keep | None = None
+    """Rule for over-sampled episodes. index: the lowest sample numbers, without bias. first: the first to arrive, and
+    the rest is aborted, which prefers what is fast (throughput profile only). shortest: the fewest tokens, which
+    prefers short answers. spread: as many solved as unsolved ones, as far as there are (arXiv:2504.13818); advantages
+    are then those of the kept ones, and tasks that are rarely or nearly always solved weigh as much as even ones.
+    Default: index under the deterministic profile, else first.
+    """
     temperature: float = Field(default=1.0, ge=0.0, le=10.0)
     """Sampling temperature; 0 is greedy."""
     max_turns: int = Field(default=6, ge=1, le=1000)
@@ -69,15 +77,15 @@ class RolloutConfig(BaseModel):
     Supports are recorded, too. The engine must be `builtin`.
     """
     profile: Profile = "deterministic"
-    """deterministic: of over-sampled episodes the lowest sample indices are kept. throughput: the first to arrive, the
-    rest is aborted.
+    """deterministic: no bit that counts depends on the clock. throughput: an episode may end by the clock, and another
+    version may sample its later turns.
     """
 
     @model_serializer(mode="wrap")
     def _leave_out_unset(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Dump the fields. Newer ones are left out if unset, so that action keys stay as they are without them."""
         values: dict[str, Any] = dump(self)
-        for name in ("tool_prompt", "record_routing", "grammar", "top_p"):
+        for name in ("keep", "tool_prompt", "record_routing", "grammar", "top_p"):
             if getattr(self, name) == type(self).model_fields[name].default:
                 values.pop(name, None)
         return values
@@ -94,6 +102,11 @@ class RolloutConfig(BaseModel):
         return [field for field, recorded in wanted if recorded]
 
     @property
+    def kept_by(self) -> Keep:
+        """Rule for over-sampled episodes."""
+        return self.keep or ("index" if self.profile == "deterministic" else "first")
+
+    @property
     def episodes_started(self) -> int:
         """Episodes started for each prompt."""
         return self.group_size + self.oversample
@@ -105,4 +118,12 @@ class RolloutConfig(BaseModel):
                 f"max_turn_tokens {self.max_turn_tokens} exceeds max_tokens {self.max_tokens}: lower it, or allow a"
                 " longer context"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _keep_fits(self) -> RolloutConfig:
+        if self.keep == "first" and self.profile == "deterministic":
+            raise ValueError("keep first depends on the clock: set profile: throughput, or keep: index")
+        if self.keep is not None and not self.oversample:
+            raise ValueError(f"keep {self.keep} chooses among over-sampled episodes: set oversample, or leave keep out")
         return self

@@ -1,7 +1,7 @@
 """Sample one group with over-sampling: start more episodes than are kept, and choose the kept ones (`select`).
 
 The others are stragglers, DROPPED or ABORTED; each leaves a row with its tokens. `straggler_bias` estimates what the
-choice does to the solve rate.
+choice does to the solve rate. The rule `spread` needs verdicts, so it chooses when a group is committed (`spread`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from contracts.episodes import Episode, Outcome, Slot
 from contracts.tasks import Task
-from inference.rollouts.config import Profile
+from inference.rollouts.config import Keep
 from inference.rollouts.episode import Attempt, Player, play_episode
 
 
@@ -30,10 +30,10 @@ class Group:
 
 
 async def sample_group(player: Player, group: Group, played: Callable[[Episode], None]) -> list[Episode]:
-    """All episodes that were started, in order of sample; those not kept are DROPPED or ABORTED. played: called at the
-    end of each.
+    """All episodes that were started, in order of sample; those not kept are DROPPED or ABORTED, none of them yet where
+    the rule is `spread`. played: called at the end of each.
     """
-    profile = player.config.profile
+    rule = player.config.kept_by
     attempts: dict[int, Attempt] = {}
 
     async def play(slot: Slot) -> Episode:
@@ -45,11 +45,12 @@ async def sample_group(player: Player, group: Group, played: Callable[[Episode],
 
     started = [asyncio.create_task(play(slot)) for slot in group.slots]
     try:
-        arrived = await _collect(started, group.keep, profile)
+        arrived = await _collect(started, group.keep if rule == "first" else None)
     finally:
         await _cancel(started)
     late = [each.result() for each in started if _has_result(each) and each.result() not in arrived]
-    rows = mark_dropped([*arrived, *late], group.keep, profile)
+    every = [*arrived, *late]
+    rows = every if rule == "spread" else mark_dropped(every, select(every, group.keep, rule))
     ended = {episode.sample for episode in rows}
     for slot in group.slots:
         if slot.sample not in ended:
@@ -60,12 +61,12 @@ async def sample_group(player: Player, group: Group, played: Callable[[Episode],
     return sorted(rows, key=lambda episode: episode.sample)
 
 
-def mark_dropped(arrived: Sequence[Episode], group_size: int, profile: Profile) -> list[Episode]:
-    """`arrived`, with outcome DROPPED for those that `select` does not keep.
+def mark_dropped(arrived: Sequence[Episode], chosen: Sequence[Episode]) -> list[Episode]:
+    """`arrived`, with outcome DROPPED for those that are not chosen.
 
     An infra error stays one: nothing came of it to drop.
     """
-    kept = {episode.sample for episode in select(arrived, group_size, profile)}
+    kept = {episode.sample for episode in chosen}
     return [
         (
             episode
@@ -76,29 +77,47 @@ def mark_dropped(arrived: Sequence[Episode], group_size: int, profile: Profile) 
     ]
 
 
-def select(episodes: Sequence[Episode], group_size: int, profile: Profile) -> list[Episode]:
+def select(episodes: Sequence[Episode], group_size: int, rule: Keep) -> list[Episode]:
     """The `group_size` episodes to keep, in order of sample; infra errors only if nothing better arrived.
 
-    episodes: in order of arrival. deterministic: the lowest sample indices. throughput: the first to arrive.
+    episodes: in order of arrival. rule: not `spread`.
     """
-    candidates = sorted(episodes, key=lambda episode: episode.sample) if profile == "deterministic" else list(episodes)
+    candidates = list(episodes) if rule == "first" else sorted(episodes, key=lambda episode: episode.sample)
+    if rule == "shortest":
+        candidates.sort(key=lambda episode: episode.policy_tokens)
     candidates.sort(key=lambda episode: episode.outcome is Outcome.INFRA_ERROR)
     return sorted(candidates[:group_size], key=lambda episode: episode.sample)
+
+
+def spread(episodes: Sequence[Episode], solved: Sequence[bool | None], group_size: int) -> list[Episode]:
+    """The `group_size` episodes whose verdicts vary most: as near to one half solved as they can be; ungraded ones only
+    if there are no others.
+
+    episodes: in order of sample, which decides among equals. solved: verdict of each. Source: max-variance
+    down-sampling, Xu et al., 2025 (arXiv:2504.13818), which is this for verdicts of two values.
+    """
+    own: dict[bool | None, list[Episode]] = {True: [], False: [], None: []}
+    for episode, verdict in zip(episodes, solved, strict=True):
+        own[verdict].append(episode)
+    wins = min(len(own[True]), max(group_size // 2, group_size - len(own[False])))
+    chosen = [*own[True][:wins], *own[False][: group_size - wins]]
+    chosen += select(own[None], group_size - len(chosen), "index")
+    return sorted(chosen, key=lambda episode: episode.sample)
 
 
 def _has_result(task: asyncio.Task[Episode]) -> bool:
     return not task.cancelled() and task.exception() is None
 
 
-async def _collect(started: Sequence[asyncio.Task[Episode]], keep: int, profile: Profile) -> list[Episode]:
-    """All episodes; under the throughput profile only until enough have arrived."""
+async def _collect(started: Sequence[asyncio.Task[Episode]], enough: int | None) -> list[Episode]:
+    """Episodes in order of arrival, until `enough` are usable; None: all."""
     arrived: list[Episode] = []
     usable = 0
     for next_one in asyncio.as_completed(started):
         episode = await next_one
         arrived.append(episode)
         usable += episode.outcome is not Outcome.INFRA_ERROR
-        if profile == "throughput" and usable == keep:
+        if usable == enough:
             break
     return arrived
 

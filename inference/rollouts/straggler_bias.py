@@ -2,7 +2,7 @@
 
 Keeping the first 16 of 18 leaves out the two slowest. Where failing takes longer than solving, the solve rate of those
 kept is too high. The rows of stragglers (ABORTED, DROPPED) say how long each had become, which gives a bound and an
-estimate. `oversampling.select` chooses the episodes to keep.
+estimate. `oversampling` chooses the episodes to keep; its rule `spread` grades all of them, so there the rate is known.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from contracts.artifacts import Artifact
-from contracts.episodes import STRAGGLERS, Outcome
+from contracts.episodes import STRAGGLERS
 
 
 @dataclass(frozen=True)
@@ -59,19 +59,21 @@ def solve_rates(played: Sequence[Played]) -> SolveRates | None:
 
     Infra errors and ungraded ones do not count.
 
-    A straggler of some length is guessed to be solved as often as the kept episodes that became at least that long;
-    where none did, as often as the longest. The deterministic profile drops by index and not by speed: there the true
-    bias is 0, and the estimate noise.
+    A straggler without a verdict is guessed to be solved as often as the kept episodes that became at least as long;
+    where none did, as often as the longest. The rule `index` drops neither by speed nor by verdict: there the true bias
+    is 0, and the estimate noise.
     """
-    kept = [(each.length, float(each.solved)) for each in played if each.solved is not None]
-    lengths = [each.length for each in played if each.outcome in STRAGGLERS]
-    if not kept or not lengths:
+    graded = [each for each in played if each.solved is not None]
+    kept = [(each.length, float(bool(each.solved))) for each in graded if each.outcome not in STRAGGLERS]
+    stragglers = [each for each in played if each.outcome in STRAGGLERS]
+    if not kept or not stragglers:
         return None
-    solved, total = sum(value for _, value in kept), len(kept) + len(lengths)
+    lengths = [each.length for each in stragglers if each.solved is None]
+    solved, total = sum(bool(each.solved) for each in graded), len(kept) + len(stragglers)
     longest = max(length for length, _ in kept)
     guesses = [fmean(value for reached, value in kept if reached >= min(length, longest)) for length in lengths]
     return SolveRates(
-        kept=solved / len(kept),
+        kept=fmean(value for _, value in kept),
         lowest=solved / total,
         highest=(solved + len(lengths)) / total,
         estimated=(solved + sum(guesses)) / total,
@@ -84,6 +86,5 @@ def played_in(groups: Sequence[Artifact]) -> list[Played]:
     for group in groups:
         rows = group.table("episodes.parquet", columns=["outcome", "policy_tokens"]).to_pylist()
         for row, solved in zip(rows, group.meta["solved"], strict=True):
-            graded = None if Outcome(row["outcome"]) in STRAGGLERS else solved
-            found.append(Played(row["outcome"], row["policy_tokens"], graded))
+            found.append(Played(row["outcome"], row["policy_tokens"], solved))
     return found

@@ -29,7 +29,7 @@ from inference.rollouts.claims import ClaimOwner
 from inference.rollouts.config import RolloutConfig
 from inference.rollouts.episode import Player
 from inference.rollouts.groups import commit_group, find_group, without_variance
-from inference.rollouts.oversampling import Group
+from inference.rollouts.oversampling import Group, mark_dropped, spread
 from inference.rollouts.plan import GroupPlan, RolloutPlan
 from inference.rollouts.progress import Meter, Progress, no_progress
 from inference.rollouts.runner import play_groups
@@ -160,6 +160,8 @@ class _GroupCommits:
                 " faults, see the log: check engine and envd, then run the worker again"
             )
         solved = await asyncio.gather(*(self._verdict(group.task, episode) for episode in episodes))
+        if self._plan.config.kept_by == "spread":
+            episodes = mark_dropped(episodes, spread(episodes, solved, group.keep))
         failpoint("group-sampled")
         committed = await asyncio.to_thread(commit_group, self._plan, plan, episodes, solved, self._store)
         failpoint("group-committed")
@@ -183,10 +185,10 @@ class _GroupCommits:
         try:
             return (await self._grader.grade(task, episode.final_diff)).solved
         except InfraFault as fault:
-            if config.refill and config.profile == "deterministic":
+            if (config.refill or config.kept_by == "spread") and config.profile == "deterministic":
                 raise InfraFault(
-                    f"an episode of task {task.task_id} could not be graded, which the refill decision requires: check"
-                    " envd, then run the same step again; committed groups stay"
+                    f"an episode of task {task.task_id} could not be graded, which the choice of episodes and groups"
+                    " requires: check envd, then run the same step again; committed groups stay"
                 ) from fault
             return None
 

@@ -37,6 +37,8 @@ def test_shipped_experiments_load_and_pass_a_dry_run(
         ("rollouts.group_size=0", "rollouts.group_size = 0: Input should be greater than or equal to 1"),
         ("trainer.temperature=2", "set both to the same value"),
         ("trainer.routing_replay=true", "rollouts.record_routing is false: set it to true too"),
+        ("rollouts={keep: first, oversample: 2}", "keep first depends on the clock: set profile: throughput"),
+        ("rollouts.keep=spread", "keep spread chooses among over-sampled episodes: set oversample"),
         ("rollouts.top_p=0", "rollouts.top_p = 0: Input should be greater than 0"),
         ("trainer.algorithm={kind: gspo, aggregation: token}", "gspo has one term for each sequence"),
         ("trainer.algorithm={kind: cispo, dual_clip: 3}", "cispo bounds the ratio of both signs"),

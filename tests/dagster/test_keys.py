@@ -114,6 +114,7 @@ def test_the_keys_of_work_that_stores_hold_do_not_change(store: Store) -> None:
         ({"prompts": {"workers": 2}}, {"rollouts"}),
         ({"engine": {"threads": 1}}, set()),
         ({"rollouts": {"tool_prompt": True}}, {"rollouts", *RUNS}),
+        ({"rollouts": {"oversample": 2, "keep": "spread"}}, {"rollouts"}),
         ({"rollouts": {"grammar": True}}, {"rollouts", *RUNS}),
         ({"rollouts": {"top_p": 0.9}}, {"rollouts", *RUNS}),
         # evaluations record no routing
