@@ -52,8 +52,14 @@ async def open_hosting(
 ) -> AsyncIterator[Hosting]:
     """Hosting of all tasks of a suite by an experiment's rollouts, sandboxes and rewards sections.
 
-    policy: whose tokenizer is used. Raises ConfigError.
+    policy: whose tokenizer is used. Raises ConfigError for what hosted episodes do not do.
     """
+    if experiment.rollouts.recorded:
+        names = " and ".join(field.name for field in experiment.rollouts.recorded)
+        raise ConfigError(
+            f"the rollouts of experiment {experiment.name} record {names}, which hosted episodes do not: leave out"
+            " rollouts.record_routing, grammar and top_p"
+        )
     limits = experiment.sandboxes.limits.limits()
     async with sandboxes.client(experiment.sandboxes) as client:
         yield Hosting(

@@ -11,6 +11,7 @@ import grpc
 import pytest
 
 from contracts.episodes import Outcome
+from contracts.errors import ConfigError
 from contracts.pb import bridge_pb2 as pb
 from envd.local import LocalEnvd
 from inference.bridge import replay
@@ -20,6 +21,8 @@ from inference.bridge.journal import Journal
 from inference.bridge.registry import Bounds
 from inference.bridge.serve import limits_of
 from inference.engines.builtin import BuiltinEngine
+from ops.bridge_hosting import open_hosting
+from resources.experiment import load_experiment
 from tests.bridge.bridge_harness import KEY, Client, builtin_bridge, ids, new_id, refused
 from tests.bridge.hosted_parts import (
     SCRIPTS,
@@ -40,6 +43,7 @@ from tests.inference.conftest import write_checkpoint
 from tests.rollouts.rollouts_script import byte_tokenizer
 
 TASK = "task-000"
+QUICKSTART = Path(__file__).parents[2] / "experiments" / "quickstart.yaml"
 
 
 @pytest.fixture(scope="module")
@@ -300,3 +304,16 @@ def test_plain_client_plays_hosted_episodes(envd: str, tmp_path: Path) -> None:
             assert turns == 5 and reward == pytest.approx(1.1)
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("setting", ["record_routing", "grammar"])
+def test_an_experiment_that_records_more_than_tokens_is_refused(setting: str) -> None:
+    experiment = load_experiment(QUICKSTART, [f"rollouts.{setting}=true"])
+    nothing: Any = None
+
+    async def open_it() -> None:
+        async with open_hosting(experiment, nothing, nothing, nothing, nothing):
+            pass
+
+    with pytest.raises(ConfigError, match="which hosted episodes do not: leave out"):
+        asyncio.run(open_it())
