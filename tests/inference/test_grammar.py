@@ -137,7 +137,8 @@ async def test_log_probabilities_are_those_over_the_recorded_supports(
     assert forced and restricted
 
 
-@pytest.mark.parametrize("top_p", [pytest.param(1.0, marks=pytest.mark.slow), 0.6])
+@pytest.mark.slow
+@pytest.mark.parametrize("top_p", [1.0, 0.6])
 async def test_neither_drafts_nor_neighbours_change_a_restricted_token(
     policy: Path, tokenizer: ChatTokenizer, top_p: float
 ) -> None:

@@ -199,6 +199,7 @@ def test_a_server_that_comes_back_is_used_again(servers: list[Server]) -> None:
     over(servers, work)
 
 
+@pytest.mark.slow
 def test_a_call_on_a_machine_that_vanished_without_a_word_fails_within_seconds(servers: list[Server]) -> None:
     """A stopped process keeps its connections open and answers nothing, like a machine without power."""
 
@@ -248,6 +249,7 @@ def test_all_servers_lost_is_one_error_that_names_them(servers: list[Server], mo
     over(servers, work)
 
 
+@pytest.mark.slow
 def test_episodes_wait_for_the_only_server_while_it_is_started_again(
     servers: list[Server], tokenizer: ChatTokenizer, tmp_path: Path
 ) -> None:
