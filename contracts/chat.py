@@ -21,6 +21,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from contracts.episodes import TokenRole
 from contracts.errors import SchemaError
 
 END_OF_TEXT = "<|endoftext|>"
@@ -175,9 +176,13 @@ def chat_template(*, spaced: bool = False) -> str:
 
 
 def message_views(tokenizer: ChatTokenizer, token_ids: Sequence[int], roles: Sequence[int]) -> list[Mapping[str, Any]]:
-    """Runs of equal role as {"role": int, "text": str, "start": int, "end": int}, for display."""
+    """Runs of equal role as {"role": int, "text": str, "start": int, "end": int}, for display.
+
+    Forced tokens are part of the policy's turns.
+    """
     views: list[Mapping[str, Any]] = []
     start = 0
+    roles = [TokenRole.POLICY if role == TokenRole.FORCED else role for role in roles]
     for end in range(1, len(roles) + 1):
         if end == len(roles) or roles[end] != roles[start]:
             views.append(

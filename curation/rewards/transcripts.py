@@ -12,7 +12,7 @@ from contracts.episodes import TokenRole
 from contracts.tasks import Task
 from curation.errors import RewardsMismatch
 
-_SPEAKERS = {TokenRole.PROMPT: "prompt", TokenRole.POLICY: "agent", TokenRole.FORCED: "agent"}
+_SPEAKERS = {TokenRole.PROMPT: "prompt", TokenRole.POLICY: "agent"}
 
 
 class Transcripts:

@@ -21,6 +21,7 @@ from contracts.chat import (
     parse_turn,
     render_call,
 )
+from contracts.episodes import TokenRole
 from contracts.errors import SchemaError
 
 
@@ -126,3 +127,5 @@ def test_views_split_by_role() -> None:
     roles = [0] * len(chat.encode_text("fix")) + [1] * len(chat.encode_text("sum"))
     assert [(view["role"], view["text"]) for view in message_views(chat, ids, roles)] == [(0, "fix"), (1, "sum")]
     assert json.loads(json.dumps(message_views(chat, [], []))) == []
+    forced = [TokenRole.PROMPT, *(TokenRole.FORCED if place % 2 else TokenRole.POLICY for place in range(len(ids) - 1))]
+    assert [view["role"] for view in message_views(chat, ids, forced)] == [0, 1], "forced tokens split no turn"

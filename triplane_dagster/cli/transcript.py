@@ -24,7 +24,6 @@ STYLES = {
     TokenRole.PROMPT: ("task", "blue"),
     TokenRole.POLICY: ("policy", "green"),
     TokenRole.ENVIRONMENT: ("environment", "yellow"),
-    TokenRole.FORCED: ("forced", "magenta"),
 }
 
 

@@ -1,4 +1,4 @@
-const ROLES = ["prompt", "policy", "environment", "forced"], ROLE_NAMES = ["task", "policy", "environment", "forced by grammar"];
+const ROLES = ["prompt", "policy", "environment"], ROLE_NAMES = ["task", "policy", "environment"], POLICY = 1, FORCED = 3;
 const DOUBT = 400;
 
 /* Texts of a sequence's tokens. */
@@ -20,20 +20,34 @@ function policyToken(text, id, logprob) {
   return node;
 }
 
-function turn(role, texts, sequence, start, logprobAt) {
-  const body = role === 1 ? texts.map((text, index) => (text ? policyToken(text, sequence.ids[start + index], sequence.logprobs[logprobAt + index]) : null)) : [texts.join("")];
-  return el("div", { class: `turn ${ROLES[role]}` }, el("span", { class: "who" }, `${ROLE_NAMES[role]}, ${count(texts.length)} tokens`), el("pre", null, body));
+/* A token that the grammar had no alternative to. */
+function forcedToken(text, id) {
+  const node = el("span", { class: "token forced" }, text);
+  node.dataset.tint = "";
+  node.dataset.tip = `${JSON.stringify(text)}  id ${id}\nforced by the grammar`;
+  return node;
 }
 
+function turn({ role, tokens, body }) {
+  return el("div", { class: `turn ${ROLES[role]}` }, el("span", { class: "who" }, `${ROLE_NAMES[role]}, ${count(tokens)} tokens`), el("pre", null, body));
+}
+
+/* Turns of a sequence; forced tokens belong to the policy's. */
 function context(sequence, vocabulary) {
   const texts = tokenTexts(sequence, vocabulary), turns = [];
   let start = 0, logprobAt = 0;
-  for (const [role, length] of sequence.roles) {
-    turns.push(turn(role, texts.slice(start, start + length), sequence, start, logprobAt));
+  for (const [kind, length] of sequence.roles) {
+    const role = kind === FORCED ? POLICY : kind, own = texts.slice(start, start + length);
+    if (!turns.length || turns.at(-1).role !== role) turns.push({ role, tokens: 0, body: [] });
+    const last = turns.at(-1), id = (index) => sequence.ids[start + index];
+    last.tokens += length;
+    if (kind === POLICY) last.body.push(...own.map((text, index) => (text ? policyToken(text, id(index), sequence.logprobs[logprobAt + index]) : null)));
+    else if (kind === FORCED) last.body.push(...own.map((text, index) => (text ? forcedToken(text, id(index)) : null)));
+    else last.body.push(own.join(""));
     start += length;
-    if (role === 1) logprobAt += length;
+    if (kind === POLICY) logprobAt += length;
   }
-  return turns;
+  return turns.map(turn);
 }
 
 /* The transcript with its toggle between colours by role and by logprob; remembers the choice for the next episode. */
