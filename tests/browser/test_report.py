@@ -75,6 +75,13 @@ def test_hostile_text_stays_text(screen: Screen, addresses: dict[str, str]) -> N
     screen.open(addresses["0001"])
     expect(screen.page.locator("html")).to_have_attribute("data-ready", "yes")
     screen.page.get_by_role("listbox", name="Episodes").get_by_role("option").first.click()
+    turns = screen.page.get_by_role("article").locator(".turn")
+    assert turns.evaluate_all("nodes => nodes.map(n => n.className)") == [
+        "turn prompt",
+        "turn policy",
+        "turn environment",
+    ]
+    assert turns.nth(1).locator(".token.forced").count() > 3, "forced tokens stand in the policy's turn"
     shown = screen.page.locator("body").inner_text()
     assert "<img src=x onerror=alert(2)>" in shown and "⟨202E⟩" in shown and "\u202e" not in shown
     assert "Reward components" in shown and "no value" in shown

@@ -136,7 +136,7 @@ def hostile_evidence(episode: Episode) -> pa.Table:
 
 
 def hostile_episode(task: Task, policy: ArtifactRef, sample: int) -> Episode:
-    """An episode in which every text that a policy can influence tries to become markup.
+    """An episode in which every text that a policy can influence tries to become markup, with some forced tokens.
 
     Sample 0 counts as solved by its diff.
     """
@@ -149,7 +149,8 @@ def hostile_episode(task: Task, policy: ArtifactRef, sample: int) -> Episode:
         (chat.environment_turn([HOSTILE]), TokenRole.ENVIRONMENT),
     ):
         ids += tokens
-        roles += [int(role)] * len(tokens)
+        forced = role == TokenRole.POLICY
+        roles += [int(TokenRole.FORCED if forced and place % 5 == 4 else role) for place in range(len(tokens))]
     logprobs = [-0.01 * index if role == TokenRole.POLICY else None for index, role in enumerate(roles)]
     episode = play(task, tokenizer, policy, group=0, sample=sample)
     return replace(
