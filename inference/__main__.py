@@ -188,6 +188,7 @@ def bridge(
     tls_key: bridge_options.TlsKey = None,
     tls_client_ca: bridge_options.TlsClientCa = None,
     insecure: bridge_options.Insecure = False,
+    metrics: bridge_options.Metrics = None,
 ) -> None:
     """Serve episodes of a policy to a trainer."""
     from contracts.rpc.listening import Listening
@@ -211,7 +212,9 @@ def bridge(
         if engine_url is None
         else OpenAIConfig(base_url=engine_url, model=engine_model)
     )
-    run(directory, version or found, Options(listening, Bounds(max_episodes, lease), journal, drain, engine, named))
+    bounds = Bounds(max_episodes, lease)
+    options = Options(listening, bounds, journal, drain, engine, named, metrics=metrics)
+    run(directory, version or found, options)
 
 
 def main() -> None:

@@ -72,7 +72,7 @@ class Connection:
             filled = reader.take(event.step)
         except TriplaneError as error:
             self._drop(reader)
-            return _failure(identity, error)
+            return self._failed(identity, error)
         if not filled:
             return None
         if reader.done:
@@ -96,7 +96,7 @@ class Connection:
                     check_read(command)
                     await self._obey(command)
                 except TriplaneError as error:
-                    self._answer(iter((_failure(0 if command is None else command.id, error),)))
+                    self._answer(iter((self._failed(0 if command is None else command.id, error),)))
         finally:
             self._wake.set()
 
@@ -132,7 +132,7 @@ class Connection:
         self._ready.append((identity, reader))
         self._wake.set()
 
-
-def _failure(identity: int, error: TriplaneError) -> pb.Event:
-    code, _ = code_of(error).value
-    return pb.Event(id=identity, failure=pb.Failure(code=code, error=type(error).__name__, message=words_of(error)))
+    def _failed(self, identity: int, error: TriplaneError) -> pb.Event:
+        code, _ = code_of(error).value
+        self._sessions.counts.refused[type(error).__name__] += 1
+        return pb.Event(id=identity, failure=pb.Failure(code=code, error=type(error).__name__, message=words_of(error)))

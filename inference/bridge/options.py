@@ -21,6 +21,9 @@ KeyFile = Annotated[
 TlsCert = Annotated[Path | None, typer.Option(help="Speak TLS with this certificate.")]
 TlsKey = Annotated[Path | None, typer.Option(help="Its private key.")]
 TlsClientCa = Annotated[Path | None, typer.Option(help="Ask clients for a certificate of this authority.")]
+Metrics = Annotated[
+    str | None, typer.Option(metavar="HOST:PORT", help="Prometheus metrics at http://HOST:PORT/metrics.")
+]
 Insecure = Annotated[
     bool, typer.Option("--insecure", help="No TLS beyond this machine, and no key unless --key-file is given.")
 ]

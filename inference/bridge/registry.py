@@ -14,6 +14,7 @@ from inference.bridge.checks import Sampling, check_episode_id
 from inference.bridge.episode import Episode
 from inference.bridge.errors import EpisodeEnded, EpisodeExpired, JournalError, TooManyEpisodes, UnknownEpisode
 from inference.bridge.journal import Journal
+from inference.bridge.metrics import Counts
 from inference.bridge.replay import Kind
 
 _log = logging.getLogger(__name__)
@@ -38,14 +39,16 @@ class Bounds:
 class Registry:
     """Episodes, open and closed. What it changes is in the journal first."""
 
-    def __init__(self, bounds: Bounds, journal: Journal | None, release: Callable[[Episode], bool]) -> None:
+    def __init__(
+        self, bounds: Bounds, journal: Journal | None, release: Callable[[Episode], bool], counts: Counts
+    ) -> None:
         """journal: the episodes that it tells of are there again. release: stops what an episode does whose lease has
-        ended; False: somebody waits for it, so its lease is prolonged. Raises JournalError.
+        ended; False: somebody waits for it, so its lease is prolonged. counts: to be kept. Raises JournalError.
         """
         self.bounds = bounds
         self.open = 0
         """Number of episodes that are neither ended nor expired."""
-        self._journal, self._release = journal, release
+        self._journal, self._release, self._counts = journal, release, counts
         self._episodes: dict[tuple[str, str], Episode] = {}
         self._handles: dict[int, Episode] = {}
         self._closed: deque[tuple[float, Episode]] = deque()
@@ -126,15 +129,18 @@ class Registry:
         """Prolong a lease."""
         episode.expires = time.monotonic() + episode.lease_s
 
-    def close(self, episode: Episode) -> None:
-        """Note that an episode has ended or expired."""
+    def close(self, episode: Episode, how: str | None) -> None:
+        """Note that an episode has ended or expired. how: to be counted, if it did so here."""
         self.open -= 1
         self._closed.append((time.monotonic() + self.bounds.kept_s, episode))
+        if how is not None:
+            self._counts.closed[how] += 1
 
     def log(self, kind: Kind, episode: Episode, payload: bytes = b"") -> None:
         """Write to the journal, if there is one. Raises JournalError."""
         if self._journal is not None:
             self._journal.append(kind, episode.handle, payload)
+            self._counts.journal_bytes += len(payload)
 
     def sweep(self) -> None:
         """Expire episodes whose lease has ended, forget closed ones in time, and clean the journal."""
@@ -160,7 +166,7 @@ class Registry:
         if not episode.holds_sandbox:
             self._forget(episode)
         episode.expire()
-        self.close(episode)
+        self.close(episode, "expired")
 
     def sandbox_closed(self, episode: Episode) -> None:
         """Note that the sandbox of a closed episode is gone: the journal need not remember an expired one for it."""
@@ -186,4 +192,4 @@ class Registry:
             self._next_handle = max(self._next_handle, handle + 1)
             self._take(episode)
             if episode.ended is not None:
-                self.close(episode)
+                self.close(episode, None)

@@ -33,6 +33,7 @@ from inference.bridge.calls import Unreadable
 from inference.bridge.checks import Limits
 from inference.bridge.hosted.hosting import Hosting
 from inference.bridge.journal import Journal
+from inference.bridge.metrics import Metrics
 from inference.bridge.policy_file import PolicyFile
 from inference.bridge.service import BridgeService
 from inference.bridge.sessions import Bounds, Sessions
@@ -74,6 +75,8 @@ class Options:
     """Names the policies to serve after the first one."""
     hosting: Callable[[], contextlib.AbstractAsyncContextManager[Hosting]] | None = None
     """Opens what hosted episodes are played with; None: the bridge hosts none."""
+    metrics: str | None = None
+    """HOST:PORT of the metrics endpoint; None: no metrics."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,10 @@ async def serving(engine: Engine, limits: Limits, options: Options) -> AsyncIter
         hosting = None if options.hosting is None else await stack.enter_async_context(options.hosting())
         sessions = Sessions(engine, limits, options.bounds, journal, hosting)
         stack.push_async_callback(sessions.close)
+        if options.metrics is not None:
+            metrics = Metrics(sessions.counts, sessions.phases)
+            metrics.start(options.metrics)
+            stack.push_async_callback(asyncio.to_thread, metrics.stop)
         checks: list[grpc.aio.ServerInterceptor] = [KeyCheck(keys, _ADVICE)] if keys else []
         server = grpc.aio.server(options=_SERVER_OPTIONS, interceptors=[*checks, Unreadable()])
         bridge_pb2_grpc.add_BridgeServicer_to_server(BridgeService(sessions), server)  # type: ignore[no-untyped-call]

@@ -35,6 +35,7 @@ def unary(
             check_read(request)
             return await method(service, request, context)
         except TriplaneError as error:
+            service.note_refused(error)
             await abort(context, error)
 
     return answer
@@ -52,6 +53,7 @@ def streaming(
             async for each in method(service, request, context):
                 yield each
         except TriplaneError as error:
+            service.note_refused(error)
             await abort(context, error)
 
     return answer
@@ -64,6 +66,10 @@ class BridgeService(rpc.BridgeServicer):
         self._sessions = sessions
         self._stepping: Counter[str] = Counter()
         """Open Step calls by owner."""
+
+    def note_refused(self, error: TriplaneError) -> None:
+        """Count a call that ends with an error."""
+        self._sessions.counts.refused[type(error).__name__] += 1
 
     @unary
     async def Info(self, request: pb.InfoRequest, context: Context) -> pb.InfoReply:  # noqa: D102 (the protocol says it)

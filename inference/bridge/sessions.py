@@ -17,7 +17,7 @@ from functools import partial
 from contracts.pb import bridge_pb2 as pb
 from inference.bridge import checks, replay
 from inference.bridge.checks import Limits, Sampling
-from inference.bridge.episode import Episode, Turn, content_of
+from inference.bridge.episode import TOKEN_BYTES, Episode, Turn, content_of
 from inference.bridge.errors import (
     BadMessage,
     BridgeError,
@@ -30,6 +30,7 @@ from inference.bridge.errors import (
 from inference.bridge.hosted.acting import Acting
 from inference.bridge.hosted.hosting import Hosting
 from inference.bridge.journal import Journal
+from inference.bridge.metrics import Counts
 from inference.bridge.registry import Bounds, Registry
 from inference.bridge.replay import Kind
 from inference.bridge.turns import Running, Subscription
@@ -59,7 +60,9 @@ class Sessions:
         self.draining = False
         """Whether nothing new is started."""
         self._closing = False
-        self._episodes = Registry(bounds, journal, self._release)
+        self.counts = Counts()
+        """What was done so far."""
+        self._episodes = Registry(bounds, journal, self._release, self.counts)
         self._acting = None if hosting is None else Acting(hosting, self._episodes.log)
         self._running: dict[int, Running] = {}
         """Handle -> the turn of it that is being sampled."""
@@ -83,6 +86,11 @@ class Sessions:
     def durable(self) -> bool:
         """Whether episodes survive this process."""
         return self._episodes.durable
+
+    def phases(self) -> dict[str, int]:
+        """Number of episodes that wait for their client, and that are in a turn."""
+        running = self.running
+        return {"open": max(0, self.open - running), "stepping": running}
 
     async def start(self, owner: str, message: pb.StartEpisodeRequest) -> pb.EpisodeState:
         """Start an episode, or return the state of the one that was started with the same message.
@@ -158,7 +166,7 @@ class Sessions:
             said.CopyFrom(message)
             self._episodes.log(Kind.END, episode, said.SerializeToString())
             episode.ended = said
-            self._episodes.close(episode)
+            self._episodes.close(episode, "aborted" if said.aborted else "ended")
             self._close_sandbox(episode)
         return episode
 
@@ -314,6 +322,10 @@ class Sessions:
         for version, ids, logprobs in parts:
             self._episodes.log(Kind.TOKENS, running.episode, replay.tokens_payload(version, ids, logprobs))
             running.episode.add_tokens(version, ids, logprobs)
+            self.counts.tokens += len(ids) // TOKEN_BYTES
+        if not running.answered:
+            running.answered = True
+            self.counts.first_token.add(time.monotonic() - running.begun)
         running.wake_readers()
 
     def _end(self, running: Running, finish: int) -> None:
@@ -329,6 +341,9 @@ class Sessions:
     def _over(self, running: Running) -> None:
         del self._running[running.episode.handle]
         self._episodes.renew(running.episode)
+        if running.turn.finish is not None:
+            self.counts.turns[pb.Finish.Name(running.turn.finish)] += 1  # type: ignore[arg-type, unused-ignore]
+            self.counts.turn.add(time.monotonic() - running.begun)
         running.wake_readers()
 
     def _stop(self, episode: Episode, finish: int) -> None:

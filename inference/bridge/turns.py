@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 
@@ -111,6 +112,8 @@ class Running:
         """
         self.episode, self.turn = episode, episode.turns[-1]
         self.readers: set[Subscription] = set()
+        self.begun, self.answered = time.monotonic(), False
+        """When it was begun here, on the monotonic clock; whether it has a token since."""
         self.lost = False
         """Whether the engine ended the completion because it was closed."""
         self._engine, self._context = engine, context_tokens

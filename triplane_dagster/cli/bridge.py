@@ -32,6 +32,7 @@ def bridge(
     tls_key: options.TlsKey = None,
     tls_client_ca: options.TlsClientCa = None,
     insecure: options.Insecure = False,
+    metrics: options.Metrics = None,
     overrides: Overrides = None,
 ) -> None:
     """Serve episodes whose environment the bridge plays: it makes the prompt of a task, executes the policy's calls
@@ -67,7 +68,7 @@ def bridge(
 
     listening = Listening(listen or default_address(SOCKET), tls_cert, tls_key, tls_client_ca, key_file, insecure)
     bounds = Bounds(max_episodes or found.rollouts.concurrency, lease)
-    served = Options(listening, bounds, journal, drain, found.engine, hosting=opened)
+    served = Options(listening, bounds, journal, drain, found.engine, hosting=opened, metrics=metrics)
     try:
         serve(checkpoint.directory(), checkpoint.ref.digest, served)
     finally:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import TYPE_CHECKING, Any
 
+from contracts.rpc.scraping import Endpoint
 from envd.backends.base import Usage
 from envd.errors import EnvdError
 from envd.tools import ALL_TOOLS
@@ -39,44 +40,20 @@ class Metrics:
     """Metrics endpoint: counts calls, and reports sandboxes at each scrape. Listens from `start` to `stop`."""
 
     def __init__(self, sandboxes: Sandboxes, audit: AuditLog) -> None:
-        """Raises EnvdError without the package prometheus-client."""
-        try:
-            import prometheus_client as prometheus
-        except ImportError as error:
-            raise EnvdError("metrics need the package prometheus-client: pip install prometheus-client") from error
-        self._prometheus = prometheus
-        self._registry = prometheus.CollectorRegistry()
-        self._calls = prometheus.Counter("envd_calls", "Calls ended", ("method", "code"), registry=self._registry)
+        """Raises ConfigError without the package prometheus-client."""
+        endpoint = Endpoint()
+        self.start, self.stop = endpoint.start, endpoint.stop
+        prometheus, registry = endpoint.prometheus, endpoint.registry
+        self._calls = prometheus.Counter("envd_calls", "Calls ended", ("method", "code"), registry=registry)
         self._seconds = prometheus.Histogram(
-            "envd_call_seconds", "Time of calls", ("method",), buckets=_BUCKETS, registry=self._registry
+            "envd_call_seconds", "Time of calls", ("method",), buckets=_BUCKETS, registry=registry
         )
         self._tools = prometheus.Histogram(
-            "envd_tool_seconds", "Time of tool batches", ("tool",), buckets=_BUCKETS, registry=self._registry
+            "envd_tool_seconds", "Time of tool batches", ("tool",), buckets=_BUCKETS, registry=registry
         )
         # cached, since looking up a label costs more than counting; methods and codes are few
         self._count, self._time = functools.cache(self._calls.labels), functools.cache(self._seconds.labels)
-        self._registry.register(_Living(sandboxes, audit, asyncio.get_running_loop()))
-        self._server: Any = None
-
-    def start(self, address: str) -> int:
-        """Listen on HOST:PORT and return the port. Raises EnvdError."""
-        host, _, port = address.rpartition(":")
-        if not port.isdigit() or int(port) > 65535:
-            raise EnvdError(f"--metrics {address!r} is not an address: write HOST:PORT, as 127.0.0.1:9464")
-        try:
-            self._server, _ = self._prometheus.start_http_server(
-                int(port), host.strip("[]") or "127.0.0.1", registry=self._registry
-            )
-        except OSError as error:
-            raise EnvdError(f"metrics can't be served on {address}: {error.strerror}: choose another port") from error
-        return int(self._server.server_port)
-
-    def stop(self) -> None:
-        """Stop listening."""
-        if self._server is not None:
-            self._server.shutdown()
-            self._server.server_close()
-            self._server = None
+        registry.register(_Living(sandboxes, audit, asyncio.get_running_loop()))
 
     def begin(self, method: str, request: Any, context: Any) -> Callable[[str], None]:
         """See `envd.server.observing.Observer`."""
