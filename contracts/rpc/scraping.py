@@ -7,19 +7,22 @@ from typing import Any
 from contracts.errors import ConfigError
 
 
+def prometheus_client() -> Any:
+    """The package. Raises ConfigError if it is not installed."""
+    try:
+        import prometheus_client as module
+    except ImportError:
+        raise ConfigError("--metrics needs the package prometheus-client: pip install 'triplane[metrics]'") from None
+    return module
+
+
 class Endpoint:
     """Metrics of one registry. Listens from `start` to `stop`."""
 
     def __init__(self) -> None:
         """Raises ConfigError without the package prometheus-client."""
-        try:
-            import prometheus_client
-        except ImportError:
-            raise ConfigError(
-                "--metrics needs the package prometheus-client: pip install 'triplane[metrics]'"
-            ) from None
-        self.prometheus = prometheus_client
-        self.registry = prometheus_client.CollectorRegistry()
+        self.prometheus = prometheus_client()
+        self.registry = self.prometheus.CollectorRegistry()
         self._server: Any = None
 
     def start(self, address: str) -> int:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from contracts.errors import ConfigError
+from contracts.rpc.scraping import prometheus_client
 
 _BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0)
 
@@ -41,19 +41,13 @@ class RouteMetrics:
 
     def __init__(self, look: Callable[[], Look]) -> None:
         """look: called in the event loop's thread. Raises ConfigError without prometheus-client."""
-        try:
-            import prometheus_client as prometheus
-        except ImportError:
-            raise ConfigError(
-                "--metrics needs the package prometheus-client: pip install 'triplane[metrics]'"
-            ) from None
-        self._prometheus = prometheus
-        self._registry = prometheus.CollectorRegistry()
+        self._prometheus = prometheus_client()
+        self._registry = self._prometheus.CollectorRegistry()
         self.requests = self._counter("route_requests", "Replies passed on", "replica", "code")
         self.prompt_tokens = self._counter("route_prompt_tokens", "Tokens of prompts")
         self.cached_tokens = self._counter("route_cached_tokens", "Tokens of prompts expected to be cached")
         self.repeats = self._counter("route_repeats", "Requests sent to another replica after a fault")
-        self.seconds = prometheus.Histogram(
+        self.seconds = self._prometheus.Histogram(
             "route_seconds", "Time of requests", ("path",), buckets=_BUCKETS, registry=self._registry
         )
         self._registry.register(_State(look))

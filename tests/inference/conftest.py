@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 from triplane_kernels.blockwise import quantize_blockwise
 
 from contracts.checkpoints import WEIGHTS, expected_tensors, is_quantized, quantization_config
+from inference.engines.kv import KvCache
+from inference.engines.model import Rotary, forward, logits_of, make_batch
+from inference.engines.weights import read_weights
 
 TINY: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -91,3 +95,13 @@ def policy(write_policy: WritePolicy) -> Path:
 @pytest.fixture
 def other_policy(write_policy: WritePolicy) -> Path:
     return write_policy("other", seed=1)
+
+
+def logits_after(directory: Path, prompt: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
+    """float64 logits [tokens, vocabulary] that a policy draws each of `tokens` from, after `prompt`."""
+    weights, context = read_weights(directory), np.array([*prompt, *tokens])
+    cache = KvCache(weights.architecture)
+    cache.reserve(1, len(context) + 8)
+    batch = make_batch(0, [context], np.zeros(1, np.int64))
+    hidden = forward(weights, cache, Rotary(weights.architecture), batch)
+    return logits_of(weights, hidden[len(prompt) - 1 : len(context) - 1]).double()

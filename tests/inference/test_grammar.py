@@ -21,9 +21,6 @@ from curation.tokenizer import train_tokenizer
 from envd.tools import ToolSpec, toolset_named
 from inference.engines.base import Completion, SamplingParams
 from inference.engines.builtin import BuiltinEngine
-from inference.engines.kv import KvCache
-from inference.engines.model import Rotary, forward, logits_of, make_batch
-from inference.engines.weights import read_weights
 from inference.errors import EngineError
 from inference.grammar import compiled as compiling
 from inference.grammar.compiled import Vocabulary, compiled
@@ -31,7 +28,7 @@ from inference.grammar.matcher import Matcher
 from inference.grammar.replay import with_supports
 from inference.grammar.tools import tools_grammar
 from inference.rollouts.turn import read_turn
-from tests.inference.conftest import write_checkpoint
+from tests.inference.conftest import logits_after, write_checkpoint
 
 pytestmark = pytest.mark.anyio
 ENDLESS = '{"type":"structural_tag","format":{"type":"grammar","grammar":"root ::= root"}}'
@@ -103,16 +100,11 @@ async def test_every_call_of_random_weights_that_ends_is_valid(engine: BuiltinEn
 async def test_log_probabilities_are_those_over_the_recorded_supports(
     policy: Path, engine: BuiltinEngine, tokenizer: ChatTokenizer, top_p: float
 ) -> None:
-    weights, wanted, forced, restricted = read_weights(policy), calling(tokenizer, 12, top_p=top_p), 0, 0
+    wanted, forced, restricted = calling(tokenizer, 12, top_p=top_p), 0, 0
     grammar = compiled(wanted[0][1].grammar or "", Vocabulary.of(policy / "tokenizer.json", SIZE), (0, 2))
     for (prompt, params), found in zip(wanted, await answers(engine, wanted), strict=True):
         assert found.supports is not None
-        tokens = np.array([*prompt, *found.token_ids])
-        cache = KvCache(weights.architecture)
-        cache.reserve(1, len(tokens) + 8)
-        batch = make_batch(0, [tokens], np.zeros(1, np.int64))
-        hidden = forward(weights, cache, Rotary(weights.architecture), batch)[len(prompt) - 1 : len(tokens) - 1]
-        logits = logits_of(weights, hidden).double() / params.temperature
+        logits = logits_after(policy, prompt, found.token_ids) / params.temperature
         assert found.supports.fault(np.array(found.token_ids), SIZE) is None
         masks = found.supports.masks(np.arange(len(found.token_ids)), SIZE)
         masked = logits.masked_fill(~torch.from_numpy(masks), -torch.inf).log_softmax(-1)

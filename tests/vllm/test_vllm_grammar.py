@@ -14,14 +14,11 @@ import torch
 from contracts.chat import ChatTokenizer
 from curation.tokenizer import train_tokenizer
 from inference.engines import SamplingParams, open_engine
-from inference.engines.kv import KvCache
-from inference.engines.model import Rotary, forward, logits_of, make_batch
 from inference.engines.vllm_keeper import VllmKeeper
-from inference.engines.weights import read_weights
 from inference.errors import EngineError
 from inference.grammar.tools import tools_grammar
 from inference.rollouts.turn import read_turn
-from tests.inference.conftest import write_checkpoint
+from tests.inference.conftest import logits_after, write_checkpoint
 from tests.vllm.conftest import real_config
 
 pytestmark = [pytest.mark.anyio, pytest.mark.vllm, pytest.mark.timeout(1800)]
@@ -59,15 +56,10 @@ async def test_masked_log_probabilities_are_those_over_the_derived_supports(keep
     ]
     engine = open_engine(real_config(flags=FLAGS), policy, VERSION, keeper)
     found = await asyncio.gather(*(engine.generate(prompt, each) for each in wanted))
-    weights, gaps, calls, forced = read_weights(policy), [], 0, 0
+    gaps, calls, forced = [], 0, 0
     for params, each in zip(wanted, found, strict=True):
         assert each.supports is not None
-        tokens = np.array([*prompt, *each.token_ids])
-        cache = KvCache(weights.architecture)
-        cache.reserve(1, len(tokens) + 8)
-        batch = make_batch(0, [tokens], np.zeros(1, np.int64))
-        hidden = forward(weights, cache, Rotary(weights.architecture), batch)[len(prompt) - 1 : len(tokens) - 1]
-        logits = logits_of(weights, hidden).double() / params.temperature
+        logits = logits_after(policy, prompt, each.token_ids) / params.temperature
         allowed = torch.from_numpy(each.supports.masks(np.arange(len(each.token_ids)), SIZE))
         over = logits.masked_fill(~allowed, -torch.inf).log_softmax(-1)
         over = over.gather(1, torch.tensor(each.token_ids)[:, None])[:, 0]
