@@ -13,9 +13,11 @@ from typing import Any
 import dagster as dg
 
 from contracts.artifacts import Artifact, ArtifactRef, artifact_exists, find_artifact, open_artifact
+from contracts.errors import ArtifactMissing
 from contracts.store import Store
 from curation.verify import Verifier
 from inference.rollouts.merge import Gathered, gather_groups, merge_groups
+from inference.rollouts.order import seconds_of
 from inference.rollouts.plan import GroupPlan, RolloutPlan
 from inference.rollouts.progress import ShardProgress
 from inference.rollouts.worker import run_shard
@@ -33,11 +35,14 @@ from resources.experiment import Experiment
 from resources.loops import run_async
 from resources.progress import ProgressSink
 from resources.ref_io import REF
+from resources.refs import partitions, read_artifact
 from resources.sampler import SamplerResource
 from resources.sandboxes import SandboxesResource
 from resources.store import StoreResource
 
 CHECK = "every_group_committed"
+LOOKED_BACK = 3
+"""Iterations whose telemetry tells how long a task's episodes take."""
 
 
 def make_plan(step: Step) -> Artifact:
@@ -102,6 +107,7 @@ async def sample_shard(
             tokenizer=load_tokenizer(experiment, policy),
             progress=lambda now: _show(step, now),
             limits=experiment.sandboxes.limits.limits(),
+            seconds=_seconds_before(step),
         )
     return {
         "groups": report.groups,
@@ -111,6 +117,17 @@ async def sample_shard(
         "began": began,
         "ended": time.time(),
     }
+
+
+def _seconds_before(step: Step) -> dict[str, float]:
+    """Mean seconds of an episode by task, in the last iterations whose rollouts are still in the store."""
+    store, name = step.store, step.experiment.name
+    earlier = [each for each in partitions(store, name, ROLLOUTS.name) if each < step.iteration]
+    found = [read_artifact(store, name, ROLLOUTS.name, partition) for partition in earlier[-LOOKED_BACK:]]
+    try:
+        return seconds_of([each for each in found if each is not None])
+    except ArtifactMissing:  # deleted in between; it is only about the order
+        return {}
 
 
 def _show(step: Step, now: ShardProgress) -> None:

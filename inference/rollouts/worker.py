@@ -29,6 +29,7 @@ from inference.rollouts.claims import ClaimOwner
 from inference.rollouts.config import RolloutConfig
 from inference.rollouts.episode import Player
 from inference.rollouts.groups import commit_group, find_group, without_variance
+from inference.rollouts.order import longest_first
 from inference.rollouts.oversampling import Group, mark_dropped, spread
 from inference.rollouts.plan import GroupPlan, RolloutPlan
 from inference.rollouts.progress import Meter, Progress, no_progress
@@ -84,8 +85,10 @@ async def run_shard(
     grader: Grader,
     progress: Progress = no_progress,
     limits: Limits = Limits(),
+    seconds: Mapping[str, float] | None = None,
 ) -> ShardReport:
-    """Sample and commit every group of `shard`, refills included.
+    """Sample and commit every group of `shard`, refills included. seconds: of an episode, by task, as far as known; the
+    longest begin first.
 
     Cancellation and SIGTERM close all sandboxes and keep what is committed.
 
@@ -105,7 +108,9 @@ async def run_shard(
     commits = _GroupCommits(plan, shard, tasks, store, grader, owner)
     with _cancelled_by_sigterm():
         async with _lease(owner):
-            committed = await play_groups(player, commits.planned, commits, meter, commits.refill)
+            families = {task.task_id: task.family for task in tasks.values()}
+            ordered = longest_first(commits.planned, seconds or {}, families)
+            committed = await play_groups(player, ordered, commits, meter, commits.refill)
     return ShardReport(
         shard,
         meter.groups_done,
