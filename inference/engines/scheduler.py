@@ -20,9 +20,10 @@ from torch import Tensor
 
 from contracts.supports import Mask
 from inference.engines.base import FinishReason, Piece
-from inference.engines.drafts import ORDERS, Drafts
-from inference.engines.kv import ROW, KvCache, round_up
-from inference.engines.model import QUERY_ROWS, TOKEN_ROWS, Batch, Rotary, forward, logits_of, make_batch
+from inference.engines.drafts import Drafts
+from inference.engines.guessing import Guesser
+from inference.engines.kv import ROW, KvCache
+from inference.engines.model import Batch, Rotary, forward, logits_of, make_batch
 from inference.engines.prefix_cache import Prefix, PrefixStore
 from inference.engines.requests import Integers, Request, SequenceTable
 from inference.engines.restricted import restrict
@@ -37,8 +38,6 @@ CHUNK = 512
 """Maximum new tokens of one sequence in a step."""
 LOGIT_ROWS = 256
 """Rows of logits computed at once for scoring."""
-LONGEST_DRAFT = 7
-"""Guessed tokens of one sequence in a step."""
 
 Deliver = Callable[[Request, Any], None]
 Ending = FinishReason | EngineError
@@ -70,7 +69,7 @@ class Scheduler:
         self._prefixes = PrefixStore(prefix_bytes, publish)
         shape = weights.architecture
         self._table = SequenceTable((shape.layers, shape.experts_per_token), shape.experts)
-        self._drafts = Drafts() if drafts else None
+        self._guesser = Guesser(self._table, Drafts() if drafts else None)
         self._decoding = 0
         self._prefilling = 0
         self._chunk = CHUNK
@@ -231,7 +230,7 @@ class Scheduler:
         else:
             self._keep_shared(first, last)
             logits = logits_of(self.weights, hidden[torch.from_numpy(batch.ends - 1)])
-            self._finish_ended(self._extend(first, last, logits, self._guesses(first, last, 0, 0)))
+            self._finish_ended(self._extend(first, last, logits, self._guesser.guesses(first, last, 0, 0)))
 
     def _keep_shared(self, first: int, last: int) -> None:
         for slot in range(first, last):
@@ -261,11 +260,7 @@ class Scheduler:
 
     def _decode(self) -> None:
         table, count = self._table, self._decoding
-        room = 0
-        if self._drafts is not None:  # the padding of the batch's rows, and of each sequence's in attention
-            room = (round_up(count, TOKEN_ROWS) - count) // count
-            room = min(room, LONGEST_DRAFT if count == 1 else QUERY_ROWS - 1)
-        guesses = self._guesses(0, count, room)
+        guesses = self._guesser.guesses(0, count, self._guesser.room(count))
         starts = table.length[:count] - 1
         stops = starts + 1 if guesses is None else starts + [len(masks) for masks in guesses]
         parts = [table.tokens[slot, start:stop] for slot, (start, stop) in enumerate(zip(starts, stops, strict=True))]
@@ -275,50 +270,6 @@ class Scheduler:
         table.cached[:count] = table.length[:count] - 1
         self._record_routing(batch, routes)
         self._finish_ended(ended)
-
-    def _guesses(
-        self, first: int, last: int, room: int, longest: int = LONGEST_DRAFT
-    ) -> list[list[Mask | None]] | None:
-        """Put guessed tokens after the sequences of the slots [first, last).
-
-        Returns the grammar's masks of the positions to sample, for each slot: one more than guesses. None if nothing is
-        guessed and no request is restricted. room: guesses of a slot that the batch's padding holds; only tokens that a
-        grammar forces go beyond it, up to `longest`.
-        """
-        if not room and not any(request.restriction for request in self._table.requests[first:last]):
-            return None
-        if room:
-            for slot in range(first, last):
-                self._learn(slot)
-        return [self._guess(slot, room, longest) for slot in range(first, last)]
-
-    def _guess(self, slot: int, room: int, longest: int) -> list[Mask | None]:
-        """The part of `_guesses` for one slot."""
-        table, request = self._table, self._table.requests[slot]
-        restriction, stops, length = request.restriction, request.params.stop_token_ids, int(self._table.length[slot])
-        masks = [None if restriction is None else restriction.mask]
-        # the last token that may be sampled is never fed
-        for place in range(length, min(length + longest, int(table.limit[slot]) - 1)):
-            token, mask = None, masks[-1]
-            if mask is not None and np.count_nonzero(mask) == 1:
-                token = int(mask.argmax())
-            elif place < length + room and self._drafts is not None:
-                token = self._drafts.guess(table.tokens[slot, max(0, place - max(ORDERS)) : place].tolist())
-            if token is None or token in stops or not (mask is None or mask[token]):
-                break
-            if restriction is not None and not restriction.try_token(token):
-                break
-            table.tokens[slot, place] = token
-            masks.append(None if restriction is None else restriction.mask)
-        return masks
-
-    def _learn(self, slot: int) -> None:
-        """Remember a slot's tokens for later guesses."""
-        request, length = self._table.requests[slot], int(self._table.length[slot])
-        if self._drafts is not None and request.learned < length:
-            first = max(0, request.learned - max(ORDERS))
-            self._drafts.learn(self._table.tokens[slot, first:length].tolist(), request.learned - first)
-            request.learned = length
 
     def _extend(
         self, first: int, last: int, logits: Tensor, guesses: list[list[Mask | None]] | None
@@ -407,7 +358,7 @@ class Scheduler:
         table, request = self._table, self._table.requests[slot]
         length, prompt = int(table.length[slot]), len(request.tokens)
         if request.kind == "generate":
-            self._learn(slot)
+            self._guesser.learn(slot)
         if request.kind == "score":
             self._deliver(request, None if reason == "abort" else [0.0, *table.logprobs[slot, 1:length].tolist()])
         elif request.streams:
