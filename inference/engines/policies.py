@@ -55,6 +55,9 @@ class PolicyFiles(Protocol):
     def directory(self) -> Path:
         """Local folder with all files."""
 
+    def file(self, name: str) -> Path:
+        """One local file."""
+
     def weight_bytes(self) -> int:
         """Size of the weights."""
 
@@ -91,6 +94,10 @@ class PolicyDirectory:
         """See PolicyFiles.directory."""
         return self.folder
 
+    def file(self, name: str) -> Path:
+        """See PolicyFiles.file."""
+        return self.folder / name
+
     def weight_bytes(self) -> int:
         """See PolicyFiles.weight_bytes."""
         return checkpoint_bytes(self.folder)
@@ -125,6 +132,10 @@ class StoredPolicy:
     def directory(self) -> Path:
         """See PolicyFiles.directory. Fetches and verifies the files."""
         return self._artifact.directory()
+
+    def file(self, name: str) -> Path:
+        """See PolicyFiles.file. Fetches and verifies it alone."""
+        return self._artifact.path(name)
 
     def weight_bytes(self) -> int:
         """See PolicyFiles.weight_bytes."""

@@ -118,8 +118,7 @@ class VllmEngine(StreamsWhole):
 
     def _with_supports(self, completion: Completion, params: SamplingParams) -> Completion:
         """The completion with what its grammar left to draw from, which vLLM does not return. Raises EngineError."""
-        size = self._files.config()["vocab_size"]
-        vocabulary = Vocabulary.of(self._files.directory() / "tokenizer.json", size)
+        vocabulary = Vocabulary.of(self._files.file("tokenizer.json"), self._files.config()["vocab_size"])
         return with_supports(completion, params, vocabulary)
 
     async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> list[float]:

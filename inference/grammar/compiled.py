@@ -41,10 +41,10 @@ class Vocabulary:
     @classmethod
     def of(cls, tokenizer: Path, size: int) -> Vocabulary:
         """Vocabulary of a `tokenizer.json`. Raises EngineError if its tokens are not bytes."""
-        if not tokenizer.is_file():
-            raise EngineError(f"a grammar needs the policy's tokenizer, {tokenizer}, which does not exist")
         try:
-            return _vocabulary(tokenizer.read_text(), size)
+            return _read(tokenizer, tokenizer.stat().st_mtime_ns, size)
+        except FileNotFoundError:
+            raise EngineError(f"a grammar needs the policy's tokenizer, {tokenizer}, which does not exist") from None
         except ValueError as error:
             raise EngineError(f"a grammar can't use the tokenizer {tokenizer}: {error}") from None
 
@@ -53,6 +53,11 @@ class Vocabulary:
         module = xgrammar()
         kind = module.VocabType.BYTE_LEVEL
         return module.TokenizerInfo(list(self.tokens), kind, vocab_size=self.size, stop_token_ids=list(stops))
+
+
+@functools.lru_cache(16)
+def _read(tokenizer: Path, changed_ns: int, size: int) -> Vocabulary:
+    return _vocabulary(tokenizer.read_text(), size)
 
 
 @functools.lru_cache(4)
