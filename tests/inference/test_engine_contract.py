@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from inference.engines import (
@@ -121,6 +122,15 @@ async def test_an_engine_keeps_its_promises(engine: Engine, folders: tuple[Path,
     assert greedy[0].logprobs == pytest.approx(
         (await first.score([*PROMPT, *greedy[0].token_ids]))[len(PROMPT) :], abs=NEAR
     )
+
+    try:
+        nucleus = await engine.generate(PROMPT, SamplingParams(1.0, 9, 0, top_p=0.5))
+    except EngineError as error:
+        assert "does not return what tokens were drawn from" in str(error)
+    else:
+        whole = (await first.score([*PROMPT, *nucleus.token_ids]))[len(PROMPT) :]
+        assert nucleus.supports is not None and nucleus.supports.fault(np.array(nucleus.token_ids), 96) is None
+        assert all(own > other + 0.1 for own, other in zip(nucleus.logprobs, whole, strict=True)), "renormalized"
 
     pieces = [piece async for piece in engine.stream(PROMPT, SamplingParams(1.0, 9, 0))]
     assert [int(token) for piece in pieces for token in piece.token_ids] == many[0].token_ids
