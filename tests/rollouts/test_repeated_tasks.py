@@ -120,6 +120,7 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> LocalStore:
     return LocalStore(tmp_path_factory.mktemp("verdicts"))
 
 
+@pytest.mark.slow
 def test_twenty_tasks_with_forty_eight_groups_of_eight_give_384_episodes_of_their_own(
     envd: LocalEnvd, tokenizer: ChatTokenizer, verdicts: LocalStore
 ) -> None:
@@ -169,6 +170,7 @@ def test_refill_and_dataset_call_the_same_groups_without_variance(
     workers=st.integers(1, 3),
     refill=st.booleans(),
 )
+@pytest.mark.slow
 def test_suites_of_any_size_give_every_episode_its_own_row(
     count: int,
     groups: int,
