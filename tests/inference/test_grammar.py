@@ -18,7 +18,7 @@ import torch
 from contracts.chat import CALL_END, CALL_START, ChatTokenizer, ToolCallText, parse_turn, render_call
 from contracts.supports import WHOLE
 from curation.tokenizer import train_tokenizer
-from envd.tools import ToolSpec, toolset_named
+from envd.tools import TOOLSETS, ToolSpec, toolset_named
 from inference.engines.base import Completion, SamplingParams
 from inference.engines.builtin import BuiltinEngine
 from inference.errors import EngineError
@@ -69,18 +69,23 @@ async def answers(engine: BuiltinEngine, wanted: list[tuple[list[int], SamplingP
     return list(await asyncio.gather(*(engine.generate(*each) for each in wanted)))
 
 
-def calling(tokenizer: ChatTokenizer, count: int, **changes: Any) -> list[tuple[list[int], SamplingParams]]:
+def calling(
+    tokenizer: ChatTokenizer, count: int, toolset: str = "", **changes: Any
+) -> list[tuple[list[int], SamplingParams]]:
     """Requests whose turns are nothing but calls, so that random weights make many."""
-    tag = json.loads(tools_grammar(tokenizer))
+    tag = json.loads(tools_grammar(tokenizer, toolset))
     tag["format"] |= {"at_least_one": True, "stop_after_first": True}
     return requests(tokenizer, count, grammar=json.dumps(tag), **changes)
 
 
 @pytest.mark.slow
-async def test_every_call_of_random_weights_that_ends_is_valid(engine: BuiltinEngine, tokenizer: ChatTokenizer) -> None:
-    tools: dict[str, ToolSpec] = dict(toolset_named("").listed)
+@pytest.mark.parametrize("toolset", TOOLSETS)
+async def test_every_call_of_random_weights_that_ends_is_valid(
+    engine: BuiltinEngine, tokenizer: ChatTokenizer, toolset: str
+) -> None:
+    tools: dict[str, ToolSpec] = dict(toolset_named(toolset).listed)
     ended, names = 0, set()
-    for found in await answers(engine, calling(tokenizer, 40, max_tokens=160)):
+    for found in await answers(engine, calling(tokenizer, 40, toolset, max_tokens=160)):
         if found.finish_reason == "length":
             continue
         turn = read_turn(tokenizer.decode(found.token_ids[:-1]))
