@@ -14,7 +14,7 @@ from triplane_dagster.doctor.cluster_rights import RIGHTS
 
 pytestmark = [pytest.mark.kubernetes, pytest.mark.timeout(900)]
 NAME = f"{RELEASE}-dagster"
-ASK = "from triplane_dagster.doctor.cluster import rights; found = rights(); print(found.found)"
+ASK = "from triplane_dagster.doctor.cluster import rights; found = rights([]); print(found.found)"
 
 
 @pytest.fixture
