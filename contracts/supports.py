@@ -22,7 +22,7 @@ from contracts.errors import SchemaError
 
 Mask = npt.NDArray[np.bool_]
 WHOLE = -1
-"""Number of the support that is the whole vocabulary."""
+"""Index that stands for the whole vocabulary."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,14 +40,18 @@ class Supports:
 
     def masks(self, places: npt.NDArray[np.integer], vocabulary: int) -> Mask:
         """bool [places, vocabulary]: whether a token is in the support, for the tokens at `places`."""
-        ends = np.cumsum(self.sizes)
         found = np.ones((len(places), vocabulary), np.bool_)
         numbers = self.numbers[places]
         for number in np.unique(numbers[numbers != WHOLE]):
             own = np.full(vocabulary, self.left_out[number])
-            own[self.ids[ends[number] - self.sizes[number] : ends[number]]] = not self.left_out[number]
+            own[self.ids_of(number)] = not self.left_out[number]
             found[numbers == number] = own
         return found
+
+    def ids_of(self, number: int) -> npt.NDArray[np.int32]:
+        """`ids` of the set with this index."""
+        end = int(self.sizes[: number + 1].sum())
+        return self.ids[end - int(self.sizes[number]) : end]
 
     def fault(self, token_ids: npt.NDArray[np.integer], vocabulary: int) -> str | None:
         """Why this is no record of these tokens of a vocabulary, or None."""
@@ -55,11 +59,9 @@ class Supports:
             return f"covers {len(self.numbers)} of {len(token_ids)} tokens"
         if len(self.ids) and not 0 <= int(self.ids.min()) <= int(self.ids.max()) < vocabulary:
             return f"names a token outside 0..{vocabulary - 1}"
-        ends = np.cumsum(self.sizes)
         for number in np.unique(self.numbers[self.numbers != WHOLE]):
             places = np.flatnonzero(self.numbers == number)
-            own = self.ids[ends[number] - self.sizes[number] : ends[number]]
-            lost = places[np.isin(token_ids[places], own) == self.left_out[number]]
+            lost = places[np.isin(token_ids[places], self.ids_of(number)) == self.left_out[number]]
             if len(lost):
                 return f"leaves out the token at {lost[0]}, {token_ids[lost[0]]}, which was drawn from it"
         return None
@@ -72,6 +74,10 @@ class SupportsWriter:
         self._numbers: list[int] = []
         self._known: dict[tuple[bool, bytes], int] = {}
 
+    def __len__(self) -> int:
+        """Number of tokens so far."""
+        return len(self._numbers)
+
     def add(self, mask: Mask | None, count: int = 1) -> None:
         """`count` tokens with this support [vocabulary]; None: the whole vocabulary."""
         members = 0 if mask is None else np.count_nonzero(mask)
@@ -79,17 +85,15 @@ class SupportsWriter:
             self._numbers += [WHOLE] * count
             return
         left_out = bool(2 * members > len(mask))
-        self._add((left_out, np.flatnonzero(mask != left_out).astype(np.int32).tobytes()), count)
+        self._numbers += [self._index(left_out, np.flatnonzero(mask != left_out).astype(np.int32))] * count
 
     def extend(self, supports: Supports) -> None:
         """The tokens of another record."""
-        ends = np.cumsum(supports.sizes)
-        for number in supports.numbers:
-            if number == WHOLE:
-                self._numbers.append(WHOLE)
-            else:
-                own = supports.ids[ends[number] - supports.sizes[number] : ends[number]]
-                self._add((bool(supports.left_out[number]), own.tobytes()), 1)
+        used = np.unique(supports.numbers).tolist()
+        own = {
+            each: self._index(bool(supports.left_out[each]), supports.ids_of(each)) for each in used if each != WHOLE
+        }
+        self._numbers += [own.get(number, WHOLE) for number in supports.numbers.tolist()]
 
     def supports(self) -> Supports:
         """The record so far."""
@@ -101,12 +105,12 @@ class SupportsWriter:
             np.concatenate([np.zeros(0, np.int32), *sets]),
         )
 
-    def _add(self, known: tuple[bool, bytes], count: int) -> None:
-        self._numbers += [self._known.setdefault(known, len(self._known))] * count
+    def _index(self, left_out: bool, ids: npt.NDArray[np.int32]) -> int:
+        return self._known.setdefault((left_out, ids.tobytes()), len(self._known))
 
 
 def supports_of(masks: Iterable[Mask | None]) -> Supports:
-    """Record of tokens with these supports; None: the whole vocabulary."""
+    """The supports of tokens, given one by one; None: the whole vocabulary."""
     writer = SupportsWriter()
     for mask in masks:
         writer.add(mask)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from contracts.supports import Mask
 from inference.engines.drafts import ORDERS, Drafts
 from inference.engines.kv import round_up
 from inference.engines.model import QUERY_ROWS, TOKEN_ROWS
 from inference.engines.requests import SequenceTable
+from inference.grammar.matcher import only_token
 
 LONGEST = 7
 """Tokens after one sequence in a step."""
@@ -51,10 +50,9 @@ class Guesser:
         masks = [None if restriction is None else restriction.mask]
         # the last token that may be sampled is never fed
         for place in range(length, min(length + longest, int(table.limit[slot]) - 1)):
-            token, mask = None, masks[-1]
-            if mask is not None and np.count_nonzero(mask) == 1:
-                token = int(mask.argmax())
-            elif place < length + room and self._drafts is not None:
+            mask = masks[-1]
+            token = only_token(mask)
+            if token is None and place < length + room and self._drafts is not None:
                 token = self._drafts.guess(table.tokens[slot, max(0, place - max(ORDERS)) : place].tolist())
             if token is None or token in stops or not (mask is None or mask[token]):
                 break

@@ -10,7 +10,7 @@ from torch import Tensor
 from contracts.supports import Mask, Supports, SupportsWriter
 from inference.engines.sampling import divided
 from inference.errors import EngineError
-from inference.grammar.matcher import Matcher
+from inference.grammar.matcher import Matcher, only_token
 
 
 class Restriction:
@@ -47,7 +47,7 @@ class Restriction:
         """
         for support, mask in zip(supports, masks, strict=True):
             self._writer.add(support)
-            self._forced.append(mask is not None and np.count_nonzero(mask) == 1)
+            self._forced.append(only_token(mask) is not None)
         if self._matcher is None:
             return
         if spare := tried + 1 - len(sampled):

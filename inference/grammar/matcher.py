@@ -10,6 +10,11 @@ from contracts.supports import Mask
 from inference.grammar.library import xgrammar
 
 
+def only_token(mask: Mask | None) -> int | None:
+    """The token to which a grammar leaves no alternative; None if there are others. mask: of `Matcher.mask`."""
+    return int(mask.argmax()) if mask is not None and np.count_nonzero(mask) == 1 else None
+
+
 class Matcher:
     """Which tokens may come next."""
 

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
-
 from contracts.supports import SupportsWriter
 from inference.engines.base import Completion, SamplingParams
 from inference.errors import EngineError
 from inference.grammar.compiled import Vocabulary, compiled
-from inference.grammar.matcher import Matcher
+from inference.grammar.matcher import Matcher, only_token
 
 FORCED_TOLERANCE = 1e-3
 """Largest absolute log probability of a token without an alternative; 0 but for rounding."""
@@ -38,7 +36,7 @@ def with_supports(completion: Completion, params: SamplingParams, vocabulary: Vo
                 " its tokenizer differ from the checkpoint's?"
             )
         writer.add(mask)
-        forced.append(mask is not None and np.count_nonzero(mask) == 1)
+        forced.append(only_token(mask) is not None)
         if forced[-1] and abs(logprob) > FORCED_TOLERANCE:
             raise EngineError(
                 f"the server gives token {token}, to which the grammar has no alternative, the log probability"

@@ -12,6 +12,7 @@ from contracts.chat import ChatTokenizer, ParsedTurn
 from contracts.episodes import Outcome, ToolCallRecord
 from contracts.final_states import AnswerState
 from contracts.tasks import Task
+from inference.grammar.tools import tools_grammar
 from inference.rollouts.config import RolloutConfig
 from inference.rollouts.prompt import first_messages
 from inference.rollouts.turn import answer_of, answer_turn, read_turn
@@ -49,11 +50,7 @@ class EpisodeEnvironment:
     @property
     def grammar(self) -> str | None:
         """Grammar of the policy's turns, if the experiment asks for it."""
-        if not self.config.grammar:
-            return None
-        from inference.grammar.tools import tools_grammar
-
-        return tools_grammar(self.tokenizer, self.task.toolset)
+        return tools_grammar(self.tokenizer, self.task.toolset) if self.config.grammar else None
 
     def read(self, token_ids: Sequence[int]) -> ParsedTurn | Outcome:
         """What a turn asks for, or the outcome of the episode that it ends. token_ids: of the whole turn, the last one

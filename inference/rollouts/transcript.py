@@ -23,7 +23,6 @@ class Transcript:
         self._spans: list[tuple[str, int, int]] = []
         self._routes: list[Routes] = []
         self._supports = SupportsWriter()
-        self._restricted = False
         self._append(prompt_ids, TokenRole.PROMPT)
 
     def __len__(self) -> int:
@@ -47,11 +46,9 @@ class Transcript:
         forced = completion.forced or [False] * len(completion.token_ids)
         self._roles += [int(TokenRole.FORCED if each else TokenRole.POLICY) for each in forced]
         self._logprobs += [None if each else value for each, value in zip(forced, completion.logprobs, strict=True)]
-        if completion.supports is None:
-            self._supports.add(None, len(completion.token_ids))
-        else:
+        if completion.supports is not None:
+            self._supports.add(None, start - len(self._supports))
             self._supports.extend(completion.supports)
-            self._restricted = True
 
     def add_environment(self, token_ids: Sequence[int]) -> None:
         """Append the environment's turn."""
@@ -60,7 +57,10 @@ class Transcript:
     def sequence(self) -> TokenSequence:
         """A copy of the tokens so far."""
         routes = encode_routes(np.concatenate(self._routes)) if self._routes else None
-        supports = encode_supports(self._supports.supports()) if self._restricted else None
+        supports = None
+        if len(self._supports):
+            self._supports.add(None, len(self) - len(self._supports))
+            supports = encode_supports(self._supports.supports())
         return TokenSequence(
             list(self.token_ids), list(self._roles), list(self._logprobs), list(self._spans), routes, supports
         )
@@ -69,7 +69,6 @@ class Transcript:
         self.token_ids += token_ids
         self._roles += [int(role)] * len(token_ids)
         self._logprobs += [None] * len(token_ids)
-        self._supports.add(None, len(token_ids))
 
     def _add_span(self, version: str, start: int, end: int) -> None:
         if start < end:
