@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import dagster as dg
 import numpy as np
 from pydantic import Field
 
@@ -49,7 +48,7 @@ FIRST = "0000"
 RANDOM_TURNS = 200
 MASKS = 64
 LARGE_VOCABULARY = 151_936
-"""Of Qwen3; its tokens here are random bytes."""
+"""That of Qwen3; the tokens here are random bytes."""
 
 
 class SpeculationOptions(Options):
@@ -60,7 +59,7 @@ class SpeculationOptions(Options):
     repeats: int = Field(5, ge=1, le=100)
     """Runs of each engine, alternating; results are medians."""
     experiment: str = "quickstart"
-    """The experiment whose base policy plays."""
+    """The experiment whose base policy samples."""
     threads: int = Field(1, ge=1, le=256)
     """Torch threads."""
     work: str = DEFAULT_FOLDER
@@ -87,7 +86,7 @@ class Run:
     completions: list[Completion]
     seconds: float
     passes: int
-    """Passes of a sequence that sampled, over all turns."""
+    """Forward passes that sampled a token, counted once for each sequence in the batch."""
 
     @property
     def tokens(self) -> int:
@@ -193,7 +192,7 @@ def _played(store: Store, experiment: Experiment, count: int) -> tuple[Path, lis
     """Checkpoint of the base policy, and turns that it took in the first iteration."""
     turns: list[Turn] = []
     policy = _base(store, experiment)
-    directory = policy.path("config.json").parent
+    directory = policy.directory()
     tokenizer = ChatTokenizer.from_directory(directory)
     grammar, stops = tools_grammar(tokenizer), (tokenizer.end_of_turn, tokenizer.pad)
     rollouts = open_artifact(store, require_ref(store, experiment.name, "rollouts", FIRST))
@@ -214,7 +213,7 @@ def _base(store: Store, experiment: Experiment) -> Artifact:
         if next_partition(store, experiment) == FIRST:
             instance.add_dynamic_partitions(experiment.name, [FIRST])
             job = definitions.resolve_job_def(iteration_job_name(experiment))
-            job.execute_in_process(instance=instance, partition_key=FIRST, run_config=dg.RunConfig())
+            job.execute_in_process(instance=instance, partition_key=FIRST)
     rollouts = open_artifact(store, require_ref(store, experiment.name, "rollouts", FIRST))
     return open_artifact(store, rollouts.manifest.parents["policy"])
 

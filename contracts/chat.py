@@ -87,7 +87,8 @@ class ChatTokenizer:
     def __init__(self, tokenizer: Tokenizer, *, spaced: bool = False) -> None:
         self._text = tokenizer
         self._text.encode_special_tokens = True
-        self._spaced = spaced
+        self.spaced = spaced
+        """Whether calls have Qwen's layout, with newlines and blanks."""
         missing = [token for token in SPECIAL_TOKENS if tokenizer.token_to_id(token) is None]
         if missing:
             raise SchemaError(
@@ -107,11 +108,6 @@ class ChatTokenizer:
         if not path.is_file():
             raise SchemaError(f"{directory} has no tokenizer.json: is it a checkpoint directory?")
         return cls(Tokenizer.from_file(str(path)), spaced=spaced)
-
-    @property
-    def spaced(self) -> bool:
-        """Whether calls have Qwen's layout, with newlines and blanks."""
-        return self._spaced
 
     @property
     def vocabulary_size(self) -> int:
@@ -135,7 +131,7 @@ class ChatTokenizer:
 
     def environment_turn(self, responses: Sequence[str]) -> list[int]:
         """Tokens after a policy's turn and its end token: the tools' results, in call order."""
-        glue = "\n" if self._spaced else ""
+        glue = "\n" if self.spaced else ""
         parts: list[tuple[str, bool]] = [("\n", False), (TURN_START, True), ("user\n", False)]
         for index, response in enumerate(responses):
             parts += [("\n", False)] if index else []
@@ -146,7 +142,7 @@ class ChatTokenizer:
         """Tokens of a scripted policy's turn with its end token, for supervised training."""
         parts: list[tuple[str, bool]] = [(text, False)]
         for index, call in enumerate(calls):
-            body = render_call(call, spaced=self._spaced)[len(CALL_START) : -len(CALL_END)]
+            body = render_call(call, spaced=self.spaced)[len(CALL_START) : -len(CALL_END)]
             parts += [("\n", False)] if index or text else []
             parts += [(CALL_START, True), (body, False), (CALL_END, True)]
         return self._encode([*parts, (TURN_END, True)])

@@ -96,10 +96,15 @@ def _try(grammar: str, vocabulary: Vocabulary, stops: Sequence[int]) -> None:
     """Compile in a child process. Raises EngineError."""
     told = json.dumps([grammar, vocabulary.tokens, vocabulary.size, stops, SECONDS, BYTES])
     command = [sys.executable, "-m", "inference.grammar.compiled"]
-    found = subprocess.run(command, input=told, capture_output=True, text=True, timeout=10 * SECONDS, check=False)
+    shown = grammar if len(grammar) <= 200 else f"{grammar[:200]}..."
+    try:
+        found = subprocess.run(command, input=told, capture_output=True, text=True, timeout=10 * SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        raise EngineError(
+            f"grammar {shown} did not compile within {10 * SECONDS} s: is the machine overloaded?"
+        ) from None
     if found.returncode == 0:
         return
-    shown = grammar if len(grammar) <= 200 else f"{grammar[:200]}..."
     if found.returncode == 1:
         raise EngineError(f"grammar {shown} does not compile: {found.stdout.strip() or found.stderr.strip()[-500:]}")
     raise EngineError(

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from test_trainer_balance import float64_model
 from torch import Tensor
-from trainer_world import QUICKSTART, TINY, World, backend_of
+from trainer_world import QUICKSTART, TINY, World, backend_of, recorded_row
 
 import inference.engines.model as sampling_model
 from contracts.architectures import Architecture
@@ -239,23 +239,12 @@ def routed(recorded: int, layers: int = SHAPE[0], picks: int = SHAPE[1], *, firs
     ],
 )
 def test_a_record_of_another_model_or_sequence_is_refused(column: bytes | None, message: str, world: World) -> None:
-    def row(sample: int, record: bytes | None) -> dict[str, Any]:
-        return {
-            "episode_id": f"e{sample}",
-            "group_id": "g",
-            "group_index": 0,
-            "token_ids": list(range(10)),
-            "token_role": [0] * 5 + [1] * 5,
-            "logprobs": [None] * 5 + [-1.0] * 5,
-            "policy_versions": ["v"],
-            "reward": float(sample),
-            "routed_experts": record,
-        }
-
     members = [
         {"episode_id": f"e{sample}", "group_id": "g", "reward": float(sample), "kept": True} for sample in (0, 1)
     ]
-    dataset = world.dataset([row(0, routed(9)), row(1, column)], members)
+    dataset = world.dataset(
+        [recorded_row(0, "routed_experts", routed(9)), recorded_row(1, "routed_experts", column)], members
+    )
     with pytest.raises(TrainingDataError, match=message):
         read_experience(dataset, CONFIG, RlConfig(routing_replay=True), 0)
     found = read_experience(dataset, CONFIG, RlConfig(), 0)

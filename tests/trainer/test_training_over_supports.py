@@ -17,7 +17,7 @@ from test_backends import BACKENDS, STILL, difference, losses, moments, run_in_r
 from test_trainer_head import PATHS, choose, drawn
 from test_trainer_rl import own_dataset
 from torch import Tensor
-from trainer_world import TINY, World
+from trainer_world import TINY, World, recorded_row
 
 import trainer.head
 from contracts.artifacts import Artifact, open_artifact
@@ -193,17 +193,7 @@ def test_a_sequence_without_supports_keeps_its_bits_beside_one_with_them() -> No
 
 
 def row(sample: int, record: bytes | None) -> dict[str, Any]:
-    return {
-        "episode_id": f"e{sample}",
-        "group_id": "g",
-        "group_index": 0,
-        "token_ids": list(range(10)),
-        "token_role": [0] * 5 + [1] * 5,
-        "logprobs": [None] * 5 + [-1.0] * 5,
-        "policy_versions": ["v"],
-        "reward": float(sample),
-        "supports": record,
-    }
+    return recorded_row(sample, "supports", record)
 
 
 def record(change: Callable[[list[np.ndarray | None]], object] = lambda masks: None, size: int = 60) -> bytes:

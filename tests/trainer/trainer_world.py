@@ -181,3 +181,18 @@ def _demonstrations(store: Store, chat: ChatTokenizer) -> Artifact:
         out.add_table("train.parquet", pa.Table.from_pylist(rows[64:], schema=ROWS))
         out.add_table("validation.parquet", pa.Table.from_pylist(rows[:64], schema=ROWS))
         return out.commit()
+
+
+def recorded_row(sample: int, column: str, record: bytes | None) -> dict[str, Any]:
+    """A row of train.parquet with ten tokens, of which the policy sampled the last five, and a record in `column`."""
+    return {
+        "episode_id": f"e{sample}",
+        "group_id": "g",
+        "group_index": 0,
+        "token_ids": list(range(10)),
+        "token_role": [0] * 5 + [1] * 5,
+        "logprobs": [None] * 5 + [-1.0] * 5,
+        "policy_versions": ["v"],
+        "reward": float(sample),
+        column: record,
+    }
