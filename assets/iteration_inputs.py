@@ -63,6 +63,7 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
             "training starts from": "the acting policy" if inputs.start else "what is live then (sampled ahead)",
             "prompt cursor": inputs.cursor,
             **({"tasks selected by difficulty": inputs.difficulty.digest} if inputs.difficulty else {}),
+            **({"continues": inputs.carried_over[0].digest} if inputs.carried_over else {}),
             **_forked(pinned.meta),
             "base": link(experiment.name, "base_policy"),
         }

@@ -19,6 +19,7 @@ CATALOG: Mapping[str, str] = {
     "overlap": "wall clock of an iteration when the next one is sampled while it trains, with simulated GPUs",
     "engine": "tokens per second of the built-in engine, compared with HF generate on the same checkpoint",
     "speculation": "turns sampled with guessed tokens and without: the same bits, tokens per second, passes per token",
+    "stragglers": "rollouts in which some episodes take twenty times as long: waited for, carried over or dropped",
     "bridge": "steps of episodes over the bridge: latency, rate and memory, compared with bare gRPC and OpenEnv",
     "bridge-chaos": "episodes under cut connections, killed bridges and killed clients: the same tokens, nothing left",
     "chaos": "iterations killed at named points and random times: same content, nothing sampled twice or left over",

@@ -47,6 +47,10 @@ class Outcome(StrEnum):
     DROPPED = "dropped"
     """Over-sampling: finished, but not selected. Not scored; its tokens are kept."""
     INFRA_ERROR = "infra_error"
+    UNFINISHED = "unfinished"
+    """Carried over: stopped between two turns, and continued in the next iteration. Rollouts have no such rows, only
+    artifacts of the kinds `group` and `unfinished`.
+    """
 
 
 STRAGGLERS = (Outcome.ABORTED, Outcome.DROPPED)

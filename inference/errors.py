@@ -57,6 +57,10 @@ class GroupsMissing(RolloutError):
     """A merge was requested before every expected group was committed."""
 
 
+class ReplayDiffers(InfraFault):
+    """The calls of an unfinished episode are not answered as they were, so it can't be continued."""
+
+
 class SandboxBroken(InfraFault):
     """A sandbox failed while an agent used it.
 

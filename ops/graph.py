@@ -182,10 +182,22 @@ def _range(state: IterationState) -> Slice:
 
 
 def _drawn_from(state: IterationState) -> Refs | None:
-    """The suite and, if tasks are drawn by it, its difficulty."""
+    """The suite, its difficulty if tasks are drawn by it, and what was carried over."""
     given = PROMPTS.parents(state)
     measured = state.pinned.difficulty if state.pinned and state.difficulty else None
-    return given and {**given, **({"difficulty": measured} if measured else {})}
+    return given and {**given, **({"difficulty": measured} if measured else {}), **state.carried_over}
+
+
+def _in_excess(state: IterationState) -> Slice:
+    """Number of groups to draw beyond those needed; empty if none, so that keys stay as they are."""
+    more = state.experiment.rollouts.carry_over
+    return {"carry_over": more} if more else {}
+
+
+def _sampled_from(state: IterationState) -> Refs | None:
+    """Policy, prompts and suite, and what was carried over."""
+    given = ROLLOUTS.parents(state)
+    return given and {**given, **state.carried_over}
 
 
 PROMPTS = StepSpec(
@@ -197,6 +209,7 @@ PROMPTS = StepSpec(
         "cursor": state.pinned.cursor if state.pinned else 0,
         "seed": state.experiment.seed,
         **_range(state),
+        **_in_excess(state),
     },
     inputs={"task_suite": "iteration_inputs.task_suite"},
     key_inputs=_drawn_from,
@@ -217,6 +230,7 @@ ROLLOUTS = StepSpec(
         "prompts": "prompts",
         "task_suite": "iteration_inputs.task_suite",
     },
+    key_inputs=_sampled_from,
     plane="inference",
     needs=("sampler", "sandboxes"),
     recorded_by=PLAN,

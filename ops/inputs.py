@@ -15,17 +15,19 @@ from contracts.artifacts import (
     open_artifact,
 )
 from contracts.store import Store
+from inference.rollouts.carry_over import UNFINISHED, carried_groups
 from inference.rollouts.plan import GroupPlan, draw_prompts
 from ops.difficulty import pinned_difficulty, training_tasks
-from ops.graph import ITERATION_INPUTS, PROMPTS
+from ops.graph import ITERATION_INPUTS, PROMPTS, ROLLOUTS
 from ops.iteration_keys import iteration_key, next_iteration, require_key
+from ops.loading import load_tasks
 from ops.off_policy import require_recent
 from ops.replay import lineage_of, replay
 from ops.state import TRAINING_START, IterationInputs, IterationState, Start, read_inputs, training_start_key
 from ops.step import Step
 from resources.errors import IterationRefused, NotMaterialized, RegistryError
 from resources.experiment import Experiment
-from resources.refs import read_artifact
+from resources.refs import read_artifact, read_ref
 from resources.registry import Registry
 from resources.training_launcher import require_launchable
 
@@ -77,13 +79,14 @@ def pin_inputs(step: Step, policy: str) -> Artifact:
         task_suite=step.parent("task_suite"),
         base=step.parent("base"),
         cursor=cursor_before(step.store, step.experiment, step.iteration),
+        carried_over=unfinished_before(step.store, step.experiment, step.iteration),
     )
     inputs = replay(step.store, step.experiment, inputs)
     inputs = inputs.model_copy(update={"difficulty": pinned_difficulty(step.store, step.experiment, inputs)})
     source, forked = lineage_of(step.store, step.experiment, inputs)
     begun = {} if ahead else {"trainer_state": start.trainer_state}
     measured = {"difficulty": inputs.difficulty} if inputs.difficulty else {}
-    with step.work.writer({"policy": inputs.policy, **begun, **source, **measured}) as out:
+    with step.work.writer({"policy": inputs.policy, **begun, **source, **measured, **inputs.carried}) as out:
         out.add_json("inputs.json", inputs.model_dump(mode="json"))
         restored = restoring_rollback(step.store, step.experiment.name, inputs.policy)
         return out.commit(
@@ -162,18 +165,32 @@ def cursor_before(store: Store, experiment: Experiment, iteration: str) -> int:
     return draw(store, experiment, inputs).cursor_after if inputs else 0
 
 
+def unfinished_before(store: Store, experiment: Experiment, iteration: str) -> list[ArtifactRef]:
+    """What the iteration before left unfinished; empty if nothing, or if another policy must not continue it."""
+    if int(iteration) == 0 or experiment.rollouts.profile == "deterministic":
+        return []
+    rollouts = read_ref(store, experiment.name, ROLLOUTS.name, iteration_key(int(iteration) - 1))
+    found = find_artifact(store, UNFINISHED, rollouts.key) if rollouts else None
+    return [found.ref] if found else []
+
+
 def draw(store: Store, experiment: Experiment, inputs: IterationInputs) -> PromptsDrawn:
-    """Draw the tasks that an iteration samples. Deterministic."""
+    """Draw the tasks that an iteration samples, after the groups that were carried over to it. Deterministic."""
     tasks = training_tasks(IterationState(experiment, store, inputs.iteration, pinned=inputs))
+    carried: list[GroupPlan] = []
+    for ref in inputs.carried_over:
+        digests = {task.task_id: task.digest for task in load_tasks(store, inputs.task_suite).values()}
+        carried = carried_groups(open_artifact(store, ref), digests)
     groups, reserve, after = draw_prompts(
         [task.task_id for task in tasks],
-        count=experiment.prompts.groups,
+        count=max(1, experiment.prompts.groups + experiment.rollouts.carry_over - len(carried)),
         reserve=experiment.prompts.reserve,
         cursor=inputs.cursor,
         seed=experiment.seed,
         iteration=inputs.iteration,
+        first=len(carried),
     )
-    return PromptsDrawn(groups=groups, reserve=reserve, cursor_after=after)
+    return PromptsDrawn(groups=[*carried, *groups], reserve=reserve, cursor_after=after)
 
 
 def draw_and_commit(step: Step) -> Artifact:
@@ -187,4 +204,5 @@ def draw_and_commit(step: Step) -> Artifact:
     with step.work.writer() as out:
         out.add_json("prompts.json", drawn.model_dump(mode="json"))
         counts = {"groups": len(drawn.groups), "reserve": len(drawn.reserve), "cursor_after": drawn.cursor_after}
-        return out.commit(meta={**counts, **selected})
+        carried = sum(group.carried is not None for group in drawn.groups)
+        return out.commit(meta={**counts, **selected, **({"carried_over": carried} if carried else {})})

@@ -24,7 +24,10 @@ EVALUATION_SLOTS = "evaluation"
 """Replaces the experiment's name in the seeds of evaluations, so that experiments share the runs of an equal policy."""
 WHO = ("candidate", "parent")
 """The policies that an evaluation compares."""
-_GROUPING = {"group_size", "oversample", "keep", "refill", "concurrency", "profile", "record_routing"}
+_GROUPING = {
+    *("group_size", "oversample", "keep", "refill", "concurrency", "profile", "record_routing"),
+    *("carry_over", "max_carries"),
+}
 
 
 @dataclass(frozen=True)

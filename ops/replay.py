@@ -47,6 +47,7 @@ def replay(store: Store, experiment: Experiment, inputs: IterationInputs) -> Ite
             "task_suite": source.task_suite,
             "cursor": source.cursor,
             "difficulty": source.difficulty,
+            "carried_over": source.carried_over,
             "replayed": _replayed(store, fork, number, source),
         }
     )

@@ -69,6 +69,7 @@ def make_plan(step: Step) -> Artifact:
         reserve=drawn.reserve,
         workers=step.experiment.prompts.workers,
         config=step.experiment.rollouts,
+        needed=step.experiment.prompts.groups if step.experiment.rollouts.carry_over else None,
         inputs={**{role: ref for role, ref in work.parents.items() if role != "policy"}, **pinned},
     )
     with work.writer(pinned) as out:

@@ -13,6 +13,7 @@ from contracts.artifacts import ArtifactRef, Frozen, find_artifact, open_artifac
 from contracts.digests import action_key
 from contracts.store import Store
 from curation.tasks.difficulty.config import DifficultyConfig
+from inference.rollouts.plan import CARRIED_OVER
 from resources.experiment import Experiment
 
 TRAINING_START = "training_start"
@@ -53,8 +54,8 @@ class IterationInputs(Frozen):
     """The base policy's checkpoint."""
     cursor: int
     """Prompts drawn by earlier iterations."""
-    carried_over: list[str] = Field(default_factory=list)
-    """Ids of unfinished episodes carried over from an earlier iteration."""
+    carried_over: list[ArtifactRef] = Field(default_factory=list, max_length=1)
+    """What the iteration before left unfinished (`rollouts.carry_over`), if anything."""
     replayed: Replayed | None = None
     """Set for an iteration of a fork that repeats one of its source."""
     difficulty: ArtifactRef | None = None
@@ -65,6 +66,11 @@ class IterationInputs(Frozen):
         """Dump the fields, without `difficulty` if unset, so that digests stay as they are without it."""
         values: dict[str, Any] = dump(self)
         return {name: value for name, value in values.items() if name != "difficulty" or value is not None}
+
+    @property
+    def carried(self) -> dict[str, ArtifactRef]:
+        """`carried_over` by its role in the lineage."""
+        return {CARRIED_OVER: self.carried_over[0]} if self.carried_over else {}
 
     @property
     def started(self) -> Start:
@@ -109,6 +115,11 @@ class IterationState:
     def difficulty(self) -> DifficultyConfig | None:
         """Range of pass rates that tasks are drawn from. None also for an iteration that began without estimates."""
         return None if self.pinned and self.pinned.difficulty is None else self.experiment.tasks.difficulty
+
+    @property
+    def carried_over(self) -> dict[str, ArtifactRef]:
+        """What the iteration before left unfinished, by its role in the lineage; empty if nothing."""
+        return self.pinned.carried if self.pinned else {}
 
     def replayed(self, asset: str) -> ArtifactRef | None:
         """Artifact of an asset that this iteration takes from its source, or None."""

@@ -20,8 +20,8 @@ from contracts.store import Store
 
 MERGED = ("rollouts", "evaluation_run")
 """Artifact kinds with the episodes of finished work, the most informative first."""
-UNMERGED = ("group",)
-"""Hundreds of artifacts per iteration, needed only for episodes of an unfinished iteration."""
+UNMERGED = ("group", "unfinished")
+"""Hundreds of artifacts per iteration, needed only while it samples; and what was carried over."""
 ID_DIGITS = 32
 
 

@@ -76,6 +76,16 @@ class RolloutConfig(BaseModel):
     """Sample from the most probable tokens whose probabilities add up to at least this (nucleus sampling); 1: from all.
     Supports are recorded, too. The engine must be `builtin`.
     """
+    carry_over: int = Field(default=0, ge=0, le=1_000_000)
+    """Groups in flight beyond those that an iteration needs (partial rollouts, arXiv:2509.18521). The iteration ends
+    when as many as it needs are complete. The episodes of the others stop after their current turn and go on in the
+    next iteration with its policy, their calls replayed in fresh sandboxes. Throughput profile only. 0: every group is
+    waited for.
+    """
+    max_carries: int = Field(default=2, ge=1, le=100)
+    """How often a group may be carried over; then its iteration waits for it. The first tokens of an episode are at
+    most this number of iterations older than its last ones.
+    """
     profile: Profile = "deterministic"
     """deterministic: no bit that counts depends on the clock. throughput: an episode may end by the clock, and another
     version may sample its later turns.
@@ -85,7 +95,7 @@ class RolloutConfig(BaseModel):
     def _leave_out_unset(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Dump the fields. Newer ones are left out if unset, so that action keys stay as they are without them."""
         values: dict[str, Any] = dump(self)
-        for name in ("keep", "tool_prompt", "record_routing", "grammar", "top_p"):
+        for name in ("keep", "tool_prompt", "record_routing", "grammar", "top_p", "carry_over", "max_carries"):
             if getattr(self, name) == type(self).model_fields[name].default:
                 values.pop(name, None)
         return values
@@ -126,4 +136,12 @@ class RolloutConfig(BaseModel):
             raise ValueError("keep first depends on the clock: set profile: throughput, or keep: index")
         if self.keep is not None and not self.oversample:
             raise ValueError(f"keep {self.keep} chooses among over-sampled episodes: set oversample, or leave keep out")
+        return self
+
+    @model_validator(mode="after")
+    def _carry_over_fits(self) -> RolloutConfig:
+        if self.carry_over and self.profile == "deterministic":
+            raise ValueError("carry_over depends on the clock: set profile: throughput, or carry_over: 0")
+        if self.carry_over and self.oversample:
+            raise ValueError("carry_over keeps slow episodes, oversample drops some: set one of them to 0")
         return self

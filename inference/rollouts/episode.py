@@ -2,6 +2,7 @@
 
     play_episode -> attempt -> run -> step -> query, execute
 
+An episode that another iteration began is continued after its calls are replayed.
 Only infrastructure faults are retried: with the same seed, as a new attempt. Whatever a policy does ends in an outcome,
 also what it does to its own sandbox (inference.rollouts.blame).
 """
@@ -13,11 +14,12 @@ import logging
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from contracts.chat import ChatTokenizer
 from contracts.episodes import Episode, Outcome, Slot, episode_id
 from contracts.errors import InfraFault
+from contracts.final_states import RequestsState
 from contracts.retries import backoff_s
 from contracts.store import Store
 from contracts.tasks import Task
@@ -27,6 +29,7 @@ from inference.errors import (
     EngineError,
     EngineStopped,
     EngineUnreachable,
+    ReplayDiffers,
     RequestTooLong,
     SandboxBroken,
     StaleVersion,
@@ -35,6 +38,7 @@ from inference.rollouts import ledger
 from inference.rollouts.blame import is_agents_fault
 from inference.rollouts.config import RolloutConfig
 from inference.rollouts.environment import EpisodeEnvironment
+from inference.rollouts.replay import replay_turns
 from inference.rollouts.transcript import Transcript
 from inference.rollouts.workspace import Workspace, Workspaces
 
@@ -57,6 +61,8 @@ class Player:
     """Action key of the work that the episodes belong to."""
     gate: asyncio.Semaphore
     """Bounds the episodes in flight."""
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once the others are to be carried over: episodes then end UNFINISHED before their next turn."""
 
     @classmethod
     def of(
@@ -77,9 +83,15 @@ class Player:
 
 
 async def play_episode(
-    player: Player, task: Task, slot: Slot, group_id: str, begun: Callable[[Attempt], None] = lambda attempt: None
+    player: Player,
+    task: Task,
+    slot: Slot,
+    group_id: str,
+    begun: Callable[[Attempt], None] = lambda attempt: None,
+    before: Episode | None = None,
 ) -> Episode:
-    """Play `slot` until it has an outcome. begun: called for every attempt as it begins.
+    """Play `slot` until it has an outcome. begun: called for every attempt as it begins. before: an UNFINISHED episode
+    of this slot, which is continued; it begins anew if its calls are not answered as they were.
 
     Faults of the engine or the server are retried with the same seed, then recorded as INFRA_ERROR. A sandbox that its
     agent broke makes the episode FAILED: at once under the throughput profile, where a second attempt would be a second
@@ -93,11 +105,12 @@ async def play_episode(
     deterministic = player.config.profile == "deterministic"
     async with player.gate:
         for attempt in range(attempts):
-            play = Attempt(player, task, slot, group_id, attempt)
+            play = Attempt(player, task, slot, group_id, attempt, before)
             begun(play)
             try:
                 return await play.to_end()
             except InfraFault as fault:
+                before = None if isinstance(fault, ReplayDiffers) else before
                 if play.broken_by_agent:
                     broken += 1
                     if not deterministic or broken == 2 or attempt + 1 == attempts:
@@ -126,7 +139,9 @@ def _is_outage(fault: InfraFault) -> bool:
 class Attempt:
     """One attempt at an episode with its tokens, calls and costs."""
 
-    def __init__(self, player: Player, task: Task, slot: Slot, group_id: str, attempt: int) -> None:
+    def __init__(
+        self, player: Player, task: Task, slot: Slot, group_id: str, attempt: int, before: Episode | None = None
+    ) -> None:
         # under the deterministic profile all attempts come to the same episode: which of them it was is telemetry
         self._numbered = 0 if player.config.profile == "deterministic" else attempt
         self.episode_id = episode_id(slot, player.key, self._numbered)
@@ -138,13 +153,32 @@ class Attempt:
         self._sampled = 0
         self._begun, self._started = time.time(), time.perf_counter()
         self._sampling_seconds = self._tool_seconds = 0.0
+        self._before = before
+        if before is not None:
+            self._continue(before)
         self.broken_by_agent = False
         """Whether the sandbox failed, and a control showed that it was not our fault."""
+
+    def _continue(self, before: Episode) -> None:
+        """Take over tokens, counts and costs of an unfinished episode."""
+        (sequence,) = before.sequences
+        self.episode_id, self._numbered = before.episode_id, before.attempt
+        self._transcript = Transcript.of(sequence)
+        self._environment.turns, self._environment.format_errors = before.turns, before.format_errors
+        self._environment.calls = list(before.tool_calls)
+        costs = before.telemetry
+        self._sampled = int(costs["engine_tokens"])
+        self._sampling_seconds, self._tool_seconds = costs["sampling_seconds"], costs["tool_seconds"]
+        self._started -= costs["seconds"]
 
     async def to_end(self) -> Episode:
         """Run until an outcome and take the final state. Raises InfraFault; the sandbox is gone in either case."""
         try:
+            if self._before is not None and not self._stops():
+                await self._replay(self._before)
             outcome = await self._run()
+            if outcome is Outcome.UNFINISHED:
+                return self.episode(outcome, b"")
             if outcome is Outcome.TIMED_OUT:
                 self._require_own_time()
             return self.episode(outcome, await self._environment.final_state(self._workspace))
@@ -168,8 +202,31 @@ class Attempt:
                 " has no outcome by the clock"
             )
 
+    def _stops(self) -> bool:
+        """Whether to end UNFINISHED. A task that is graded by its requests goes on: a replay would make them again."""
+        begun = isinstance(self._task.final_state, RequestsState) and self._environment.turns > 0
+        return self._player.stopping.is_set() and not begun
+
+    async def _replay(self, before: Episode) -> None:
+        """Bring a fresh sandbox to the state that the unfinished episode left; this takes none of its time.
+
+        Raises ReplayDiffers when a call is answered otherwise than it was.
+        """
+        began = time.perf_counter()
+        (sequence,) = before.sequences
+        config, tokenizer = self._player.config, self._player.tokenizer
+        turns = await replay_turns(sequence, self._workspace, tokenizer, config.tool_timeout_s)
+        if turns.differing is not None:
+            raise ReplayDiffers(
+                f"the calls of turn {turns.differing + 1} are not answered as they were: the episode begins anew, and"
+                f" its {self._sampled} tokens are lost"
+            )
+        self._started += time.perf_counter() - began
+
     async def _run(self) -> Outcome:
         while self._environment.turns < self._player.config.max_turns:
+            if self._stops():
+                return Outcome.UNFINISHED
             outcome = await self._step()
             if outcome is not None:
                 return outcome

@@ -51,6 +51,7 @@ def commit_group(
         out.add_table("episodes.parquet", episodes_table(rows))
         out.add_table("sequences.parquet", sequences_table(rows, *plan.config.recorded))
         out.add_table("telemetry.parquet", telemetry_table(rows), telemetry=True)
+        unfinished = sum(episode.outcome is Outcome.UNFINISHED for episode in rows)
         return out.commit(
             meta={
                 "index": group.index,
@@ -59,10 +60,18 @@ def commit_group(
                 "stragglers": sum(episode.outcome in STRAGGLERS for episode in rows),
                 "policy_tokens": sum(episode.policy_tokens for episode in rows),
                 "infra_errors": sum(episode.outcome is Outcome.INFRA_ERROR for episode in rows),
+                **({"unfinished": unfinished} if unfinished else {}),
             }
         )
 
 
+def is_complete(group: Artifact) -> bool:
+    """Whether no episode of a group is to be continued in the next iteration."""
+    return not group.meta.get("unfinished")
+
+
 def without_variance(group: Artifact) -> bool:
-    """Whether all graded episodes of a group were solved, or none: it is refilled, and the dataset leaves it out."""
-    return lacks_variance(group.meta["solved"])
+    """Whether all graded episodes of a complete group were solved, or none: it is refilled, and the dataset leaves it
+    out.
+    """
+    return is_complete(group) and lacks_variance(group.meta["solved"])

@@ -1,4 +1,7 @@
-"""Merge committed groups into the rollouts artifact. Its content does not depend on workers, times and kills."""
+"""Merge committed groups into the rollouts artifact. Its content does not depend on workers, times and kills.
+
+Groups that are carried over make up an artifact of their own (`carry_over`).
+"""
 
 from __future__ import annotations
 
@@ -13,15 +16,15 @@ from contracts.digests import canonical_json
 from contracts.store import Store
 from inference.errors import GroupsMissing
 from inference.rollouts import ROLLOUTS_VERSION
+from inference.rollouts.carry_over import TABLES, commit_unfinished
 from inference.rollouts.claims import clear_claims
-from inference.rollouts.groups import find_group, without_variance
+from inference.rollouts.groups import find_group, is_complete, without_variance
 from inference.rollouts.plan import GroupPlan, RolloutPlan
 from inference.rollouts.straggler_bias import played_in, solve_rates
 
 ROLLOUTS = "rollouts"
 READERS = 16
 """Groups read at once: each is a few small objects of its own, far away on S3."""
-_TABLES = {"episodes.parquet": False, "sequences.parquet": False, "telemetry.parquet": True}
 _SHOWN = 5
 
 
@@ -66,7 +69,7 @@ def gather_groups(plan: RolloutPlan, store: Store) -> Gathered:
 
 
 def merge_groups(plan: RolloutPlan, store: Store, gathered: Gathered | None = None) -> Artifact:
-    """Commit the rollouts: all groups' rows by group index and sample.
+    """Commit the rollouts: all complete groups' rows by group index and sample. The others are committed before.
 
     Raises GroupsMissing unless every expected group is committed.
 
@@ -77,7 +80,11 @@ def merge_groups(plan: RolloutPlan, store: Store, gathered: Gathered | None = No
         gathered = gathered or gather_groups(plan, store)
         if gathered.missing:
             raise GroupsMissing(_missing_line(plan, gathered))
-        found = _merge([gathered.committed[group.group_id] for group in gathered.expected], plan, store)
+        groups = {group.group_id: gathered.committed[group.group_id] for group in gathered.expected}
+        carried = {group_id: group for group_id, group in groups.items() if not is_complete(group)}
+        if carried:
+            commit_unfinished(plan, carried, store)
+        found = _merge([group for group in groups.values() if is_complete(group)], len(carried), plan, store)
     clear_claims(store, plan.key)
     return found
 
@@ -92,7 +99,7 @@ def _missing_line(plan: RolloutPlan, gathered: Gathered) -> str:
     )
 
 
-def _merge(groups: list[Artifact], plan: RolloutPlan, store: Store) -> Artifact:
+def _merge(groups: list[Artifact], carried: int, plan: RolloutPlan, store: Store) -> Artifact:
     with ArtifactWriter(
         store,
         ROLLOUTS,
@@ -102,17 +109,18 @@ def _merge(groups: list[Artifact], plan: RolloutPlan, store: Store) -> Artifact:
         code_version=ROLLOUTS_VERSION,
     ) as out:
         with ThreadPoolExecutor(READERS) as pool:
-            for name, telemetry in _TABLES.items():
+            for name, telemetry in TABLES.items():
                 tables = pool.map(lambda group, name=name: group.table(name), groups)
                 out.add_table(name, pa.concat_tables(tables), telemetry=telemetry)
         # how the work was divided is no part of what came out of it
         (out.directory / "plan.json").write_bytes(canonical_json(plan.model_dump(mode="json")))
         out.add_file("plan.json", telemetry=True)
         rates = solve_rates(played_in(groups)) if plan.config.oversample else None
+        continued = sum(group.carried is not None for group in plan.groups)
         return out.commit(
             meta={
                 "groups": len(groups),
-                "refilled": len(groups) - len(plan.groups),
+                "refilled": len(groups) + carried - len(plan.groups),
                 "without_variance": sum(map(without_variance, groups)),
                 "episodes": sum(group.meta["episodes"] for group in groups),
                 "policy_tokens": sum(group.meta["policy_tokens"] for group in groups),
@@ -120,5 +128,7 @@ def _merge(groups: list[Artifact], plan: RolloutPlan, store: Store) -> Artifact:
                 "infra_errors": sum(group.meta["infra_errors"] for group in groups),
                 "solved": sum(solved is True for group in groups for solved in group.meta["solved"]),
                 **(rates.facts() if rates else {}),
+                **({"groups_carried_over": carried} if carried else {}),
+                **({"groups_continued": continued} if continued else {}),
             }
         )

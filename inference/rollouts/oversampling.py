@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from contracts.episodes import Episode, Outcome, Slot
 from contracts.tasks import Task
@@ -27,20 +27,41 @@ class Group:
     """Of the episodes that are started, in order of sample from 0."""
     keep: int
     """Number of episodes to keep; `slots` beyond it are over-sampling."""
+    earlier: Mapping[int, Episode] = field(default_factory=dict)
+    """Episodes of an earlier iteration by sample, if the group was carried over: ended ones, and some to continue."""
+
+    @property
+    def ended(self) -> dict[int, Episode]:
+        """Episodes of an earlier iteration that need not be played."""
+        again = (Outcome.UNFINISHED, Outcome.INFRA_ERROR)
+        return {sample: episode for sample, episode in self.earlier.items() if episode.outcome not in again}
+
+    @property
+    def to_play(self) -> int:
+        """Number of episodes to play."""
+        return len(self.slots) - len(self.ended)
 
 
-async def sample_group(player: Player, group: Group, played: Callable[[Episode], None]) -> list[Episode]:
+async def sample_group(player: Player, group: Group, played: Callable[[Episode, int], None]) -> list[Episode]:
     """All episodes that were started, in order of sample; those not kept are DROPPED or ABORTED, none of them yet where
-    the rule is `spread`. played: called at the end of each.
+    the rule is `spread`; UNFINISHED ones are to be carried over. played: called at the end of each that is played here,
+    with the number of tokens that an earlier iteration had sampled for it.
     """
     rule = player.config.kept_by
     attempts: dict[int, Attempt] = {}
+    known = group.ended
 
     async def play(slot: Slot) -> Episode:
+        if slot.sample in known:
+            return known[slot.sample]
+        before = group.earlier.get(slot.sample)
+        unfinished = before if before is not None and before.outcome is Outcome.UNFINISHED else None
         episode = await play_episode(
-            player, group.task, slot, group.group_id, begun=lambda attempt: attempts.__setitem__(slot.sample, attempt)
+            *(player, group.task, slot, group.group_id),
+            begun=lambda attempt: attempts.__setitem__(slot.sample, attempt),
+            before=unfinished,
         )
-        played(episode)
+        played(episode, int(unfinished.telemetry["engine_tokens"]) if unfinished else 0)
         return episode
 
     started = [asyncio.create_task(play(slot)) for slot in group.slots]
@@ -56,7 +77,7 @@ async def sample_group(player: Player, group: Group, played: Callable[[Episode],
         if slot.sample not in ended:
             attempt = attempts.get(slot.sample) or Attempt(player, group.task, slot, group.group_id, 0)
             called_off = attempt.episode(Outcome.ABORTED, b"")
-            played(called_off)
+            played(called_off, 0)
             rows.append(called_off)
     return sorted(rows, key=lambda episode: episode.sample)
 

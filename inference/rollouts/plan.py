@@ -5,14 +5,27 @@ sampled.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from contracts.artifacts import ArtifactRef, Frozen
 from contracts.digests import digest_of
 from contracts.episodes import Slot
 from inference.errors import PlanError
 from inference.rollouts.config import RolloutConfig
+
+CARRIED_OVER = "carried_over"
+"""Role, among the inputs, of what the iteration before left unfinished."""
+
+
+class Carried(Frozen):
+    """Where a group that an iteration left unfinished comes from."""
+
+    iteration: str
+    """Iteration that drew it; decides its seeds."""
+    times: int = Field(ge=1)
+    """How often it was carried over."""
 
 
 class GroupPlan(Frozen):
@@ -22,6 +35,13 @@ class GroupPlan(Frozen):
     index: int = Field(ge=0)
     """Place in the iteration: planned groups first, then the reserve. Decides the worker and the order of rows."""
     task_id: str
+    carried: Carried | None = None
+    """Set for a group that an earlier iteration began."""
+
+    @model_serializer(mode="wrap")
+    def _leave_out_unset(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Dump the fields, without `carried` if unset, so that digests stay as they are without it."""
+        return _without_none(dump(self), "carried")
 
 
 class RolloutPlan(Frozen):
@@ -43,6 +63,13 @@ class RolloutPlan(Frozen):
     config: RolloutConfig
     inputs: dict[str, ArtifactRef] = Field(default_factory=dict)
     """Further artifacts the plan was made from, by role (prompts, task_suite): recorded as parents."""
+    needed: int | None = Field(default=None, ge=1)
+    """Number of complete groups after which the others stop, to be carried over; None: all are completed."""
+
+    @model_serializer(mode="wrap")
+    def _leave_out_unset(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Dump the fields, without `needed` if unset, so that digests stay as they are without it."""
+        return _without_none(dump(self), "needed")
 
     @model_validator(mode="after")
     def _groups_are_distinct(self) -> RolloutPlan:
@@ -67,20 +94,29 @@ class RolloutPlan(Frozen):
             [group for group in self.reserve if group.index % self.workers == shard],
         )
 
+    def needed_of(self, shard: int) -> int | None:
+        """Share of `needed` of worker `shard`."""
+        return None if self.needed is None else len(range(shard, self.needed, self.workers))
+
     def slot(self, group: GroupPlan, sample: int) -> Slot:
         """Slot, and therefore seed, of one sample of `group`."""
-        return Slot(self.experiment, self.iteration, group.group_id, group.task_id, sample, self.seed)
+        drawn_by = group.carried.iteration if group.carried else self.iteration
+        return Slot(self.experiment, drawn_by, group.group_id, group.task_id, sample, self.seed)
+
+
+def _without_none(values: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if key != name or value is not None}
 
 
 def draw_prompts(
-    task_ids: Sequence[str], *, count: int, reserve: int, cursor: int, seed: int, iteration: str
+    task_ids: Sequence[str], *, count: int, reserve: int, cursor: int, seed: int, iteration: str, first: int = 0
 ) -> tuple[list[GroupPlan], list[GroupPlan], int]:
     """Draw `count` groups and a reserve, and return them with the cursor of the next iteration.
 
     The stream of prompts is one seeded permutation of `task_ids` an epoch after the other; `cursor` counts its places
     used so far, reserve included. Where an epoch's end would bring a task back into the same draw, that place is passed
     over, so no task comes twice unless the suite is smaller than the draw. Depends on the set of `task_ids`, not on
-    their order.
+    their order. first: index of the first group.
     """
     suite = sorted(set(task_ids))
     wanted = count + reserve
@@ -102,7 +138,7 @@ def draw_prompts(
             drawn.append(task_id)
     groups = [
         GroupPlan(group_id=digest_of([seed, iteration, index, task_id])[:32], index=index, task_id=task_id)
-        for index, task_id in enumerate(drawn)
+        for index, task_id in enumerate(drawn, first)
     ]
     return groups[:count], groups[count:], cursor
 

@@ -51,11 +51,11 @@ class Meter:
         self.groups_total += groups
         self.episodes_total += episodes
 
-    def episode(self, episode: Episode) -> None:
-        """Count one episode that was played."""
+    def episode(self, episode: Episode, tokens_before: int = 0) -> None:
+        """Count one episode that was played. tokens_before: sampled by an earlier iteration."""
         self.episodes_done += 1
         self.episodes_played += 1
-        self.tokens += int(episode.telemetry["engine_tokens"])
+        self.tokens += int(episode.telemetry["engine_tokens"]) - tokens_before
         self._tell()
 
     def group(self, found_episodes: int = 0) -> None:

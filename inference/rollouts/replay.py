@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from contracts.chat import ChatTokenizer
-from contracts.episodes import Episode, ToolCallRecord
+from contracts.episodes import Episode, TokenSequence, ToolCallRecord
 from contracts.final_states import AnswerState, RequestsState
 from contracts.store import Store
 from contracts.tasks import Task
@@ -14,7 +14,7 @@ from inference.errors import RolloutError
 from inference.rollouts.config import RolloutConfig
 from inference.rollouts.transcript import policy_turns
 from inference.rollouts.turn import answer_of, answer_turn, read_turn
-from inference.rollouts.workspace import Workspaces
+from inference.rollouts.workspace import Workspace, Workspaces
 
 
 @dataclass(frozen=True)
@@ -61,29 +61,48 @@ async def replay_episode(
             f"episode {episode.episode_id} is graded by its requests, and a replay would make them again: it has none"
         )
     (sequence,) = episode.sequences
-    ids, turns = sequence.token_ids, policy_turns(sequence)
-    ends = [start for start, _ in turns[1:]] + [len(ids)]
     workspace = Workspaces(sandboxes, limits, config.episode_timeout_s, store).open(task)
-    agreed, differing, said = 0, None, ""
-    records: list[ToolCallRecord] = []
     try:
-        for index, ((start, end), answer_end) in enumerate(zip(turns, ends, strict=True)):
-            if ids[end - 1] not in (tokenizer.end_of_turn, tokenizer.pad):
-                break
-            text = tokenizer.decode(ids[start : end - 1])
-            turn = read_turn(text)
-            if turn.error is None and not turn.calls:
-                said = text
-                break
-            answers, called = await answer_turn(turn, workspace, index=index, timeout_s=config.tool_timeout_s)
-            records += called
-            recorded = ids[end:answer_end]
-            if recorded and recorded != tokenizer.environment_turn(answers):
-                differing = index if differing is None else differing
-            else:
-                agreed += len(recorded)
+        turns = await replay_turns(sequence, workspace, tokenizer, config.tool_timeout_s)
         answered = isinstance(task.final_state, AnswerState)
-        final = answer_of(records, said) if answered else await workspace.finish()
-        return Replay(agreed, differing, final == episode.final_diff)
+        final = answer_of(turns.records, turns.said) if answered else await workspace.finish()
+        return Replay(turns.agreed, turns.differing, final == episode.final_diff)
     finally:
         await workspace.close()
+
+
+@dataclass
+class ReplayedTurns:
+    """What came of the turns of a sequence."""
+
+    agreed: int = 0
+    """Tokens of the environment that came out as recorded."""
+    differing: int | None = None
+    """First turn, from 0, whose answer differs in any token."""
+    said: str = ""
+    """Text of a last turn without calls."""
+    records: list[ToolCallRecord] = field(default_factory=list)
+
+
+async def replay_turns(
+    sequence: TokenSequence, workspace: Workspace, tokenizer: ChatTokenizer, tool_timeout_s: float
+) -> ReplayedTurns:
+    """Execute the calls in the policy's tokens, in order. Raises InfraFault when the sandbox fails."""
+    ids, turns, found = sequence.token_ids, policy_turns(sequence), ReplayedTurns()
+    ends = [start for start, _ in turns[1:]] + [len(ids)]
+    for index, ((start, end), answer_end) in enumerate(zip(turns, ends, strict=True)):
+        if ids[end - 1] not in (tokenizer.end_of_turn, tokenizer.pad):
+            break
+        text = tokenizer.decode(ids[start : end - 1])
+        turn = read_turn(text)
+        if turn.error is None and not turn.calls:
+            found.said = text
+            break
+        answers, called = await answer_turn(turn, workspace, index=index, timeout_s=tool_timeout_s)
+        found.records += called
+        recorded = ids[end:answer_end]
+        if recorded and recorded != tokenizer.environment_turn(answers):
+            found.differing = index if found.differing is None else found.differing
+        else:
+            found.agreed += len(recorded)
+    return found

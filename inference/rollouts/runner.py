@@ -9,7 +9,8 @@ committed groups stay, everything else is sampled again, with the same seeds.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Protocol, TypeVar
 
 from contracts.episodes import Episode
@@ -17,6 +18,8 @@ from inference.rollouts.episode import Player
 from inference.rollouts.oversampling import Group, sample_group
 from inference.rollouts.progress import Meter, no_progress
 
+ORDER_WAIT_S = 5.0
+"""Seconds that a group waits for the one before it to be claimed, since that may be another worker's."""
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
@@ -50,7 +53,7 @@ async def play_groups(
     meter: Meter | None = None,
     refill: Callable[[T], Group | None] = lambda committed: None,
 ) -> list[T]:
-    """Play and commit every group, and return them in this order, followed by refills.
+    """Play and commit every group, and return them in this order, followed by refills. They begin in this order, too.
 
     refill: a further group to play because of what is in a committed one, or None.
 
@@ -58,22 +61,30 @@ async def play_groups(
     """
     meter = meter or Meter(0, no_progress)
     playing: list[asyncio.Task[T]] = []
+    claimed: list[asyncio.Event] = []
 
-    async def play(group: Group) -> T:
-        committed = await commits.find(group)
+    async def play(group: Group, before: Sequence[asyncio.Event], own: asyncio.Event) -> T:
+        try:
+            committed = await commits.find(group)
+            if committed is None and before:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(before[-1].wait(), ORDER_WAIT_S)
+        finally:
+            own.set()
         if committed is None:
             committed = await commits.commit(group, await sample_group(player, group, meter.episode))
             meter.group()
         else:
-            meter.group(found_episodes=len(group.slots))
+            meter.group(found_episodes=group.to_play)
         further = refill(committed)
         if further is not None:
             start(further)
         return committed
 
     def start(group: Group) -> None:
-        meter.expect(1, len(group.slots))
-        playing.append(running.create_task(play(group)))
+        meter.expect(1, group.to_play)
+        claimed.append(asyncio.Event())
+        playing.append(running.create_task(play(group, claimed[-2:-1], claimed[-1])))
 
     try:
         async with asyncio.TaskGroup() as running:

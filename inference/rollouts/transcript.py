@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from contracts.episodes import TokenRole, TokenSequence
-from contracts.routing import Routes, encode_routes
-from contracts.supports import SupportsWriter, encode_supports
+from contracts.routing import Routes, decode_routes, encode_routes
+from contracts.supports import SupportsWriter, decode_supports, encode_supports
 from inference.engines.base import Completion
 
 
@@ -24,6 +24,18 @@ class Transcript:
         self._routes: list[Routes] = []
         self._supports = SupportsWriter()
         self._append(prompt_ids, TokenRole.PROMPT)
+
+    @classmethod
+    def of(cls, sequence: TokenSequence) -> Transcript:
+        """Transcript that continues a recorded sequence."""
+        made = cls([])
+        made.token_ids, made._roles = list(sequence.token_ids), list(sequence.token_role)
+        made._logprobs, made._spans = list(sequence.logprobs), list(sequence.policy_spans)
+        if sequence.routed_experts is not None:
+            made._routes.append(decode_routes(sequence.routed_experts))
+        if sequence.supports is not None:
+            made._supports.extend(decode_supports(sequence.supports))
+        return made
 
     def __len__(self) -> int:
         return len(self.token_ids)

@@ -1,7 +1,7 @@
 """Worker of the fan-out: samples the groups of its shard and commits each as soon as it is complete.
 
 claim -> sample -> grade -> commit, for all groups at once (inference.rollouts.runner); a group without variance
-starts the next one of the reserve
+starts the next one of the reserve; with `rollouts.carry_over`, groups in excess are committed unfinished
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-from contracts.artifacts import Artifact
+from contracts.artifacts import Artifact, open_artifact
 from contracts.chat import ChatTokenizer
 from contracts.episodes import STRAGGLERS, Episode, Outcome
 from contracts.errors import InfraFault
@@ -25,13 +25,14 @@ from envd.client import Limits, SandboxClient
 from inference.engines.base import Engine, SamplingParams
 from inference.errors import PlanError, RolloutError, StaleVersion
 from inference.grammar import ANY_TEXT
+from inference.rollouts.carry_over import Quota, read_unfinished, waited_for
 from inference.rollouts.claims import ClaimOwner
 from inference.rollouts.config import RolloutConfig
 from inference.rollouts.episode import Player
-from inference.rollouts.groups import commit_group, find_group, without_variance
+from inference.rollouts.groups import commit_group, find_group, is_complete, without_variance
 from inference.rollouts.order import longest_first
 from inference.rollouts.oversampling import Group, mark_dropped, spread
-from inference.rollouts.plan import GroupPlan, RolloutPlan
+from inference.rollouts.plan import CARRIED_OVER, GroupPlan, RolloutPlan
 from inference.rollouts.progress import Meter, Progress, no_progress
 from inference.rollouts.runner import play_groups
 
@@ -105,11 +106,12 @@ async def run_shard(
         store=store,
     )
     owner, meter = ClaimOwner(store, plan.key), Meter(shard, progress)
-    commits = _GroupCommits(plan, shard, tasks, store, grader, owner)
+    commits = _GroupCommits(plan, shard, tasks, store, grader, owner, player.stopping)
     with _cancelled_by_sigterm():
         async with _lease(owner):
             families = {task.task_id: task.family for task in tasks.values()}
             ordered = longest_first(commits.planned, seconds or {}, families)
+            ordered.sort(key=lambda group: not group.earlier)  # what was carried over comes first
             committed = await play_groups(player, ordered, commits, meter, commits.refill)
     return ShardReport(
         shard,
@@ -134,13 +136,18 @@ class _GroupCommits:
         store: Store,
         grader: Grader,
         owner: ClaimOwner,
+        stopping: asyncio.Event,
     ) -> None:
         self._plan, self._store, self._grader, self._owner = plan, store, grader, owner
         groups, reserve = plan.shard(shard)
         self._plans = {group.group_id: group for group in (*groups, *reserve)}
+        carried = plan.inputs.get(CARRIED_OVER)
+        earlier = read_unfinished(open_artifact(store, carried)) if carried else {}
         self.planned, self._reserve = (
-            [_group(plan, each, tasks[each.task_id]) for each in part] for part in (groups, reserve)
+            [_group(plan, each, tasks[each.task_id], earlier.get(each.group_id, {})) for each in part]
+            for part in (groups, reserve)
         )
+        self._quota = Quota(plan.needed_of(shard), waited_for(plan, groups), stopping)
 
     async def find(self, group: Group) -> Artifact | None:
         """Committed group, or None once this worker has claimed it. Waits while another live worker holds it."""
@@ -164,7 +171,9 @@ class _GroupCommits:
                 f"group {plan.index} (task {plan.task_id}) lost all {len(episodes)} episodes to infrastructure"
                 " faults, see the log: check engine and envd, then run the worker again"
             )
-        solved = await asyncio.gather(*(self._verdict(group.task, episode) for episode in episodes))
+        finished = all(episode.outcome is not Outcome.UNFINISHED for episode in episodes)
+        graded = (self._verdict(group.task, episode) for episode in episodes)
+        solved = await asyncio.gather(*graded) if finished else [None] * len(episodes)
         if self._plan.config.kept_by == "spread":
             episodes = mark_dropped(episodes, spread(episodes, solved, group.keep))
         failpoint("group-sampled")
@@ -174,7 +183,9 @@ class _GroupCommits:
 
     def refill(self, committed: Artifact) -> Group | None:
         """Next group of the reserve for one without variance."""
-        wanted = self._plan.config.refill and self._reserve and without_variance(committed)
+        wanted = bool(self._plan.config.refill and self._reserve and without_variance(committed))
+        if is_complete(committed):
+            self._quota.completed(committed.manifest.config["group_id"], refilled=wanted)
         return self._reserve.pop(0) if wanted else None
 
     async def _committed(self, group: Group) -> Artifact | None:
@@ -198,9 +209,9 @@ class _GroupCommits:
             return None
 
 
-def _group(plan: RolloutPlan, group: GroupPlan, task: Task) -> Group:
+def _group(plan: RolloutPlan, group: GroupPlan, task: Task, earlier: Mapping[int, Episode]) -> Group:
     slots = [plan.slot(group, sample) for sample in range(plan.config.episodes_started)]
-    return Group(group.group_id, task, slots, plan.config.group_size)
+    return Group(group.group_id, task, slots, plan.config.group_size, earlier)
 
 
 async def _check(plan: RolloutPlan, shard: int, engine: Engine, tasks: Mapping[str, Task]) -> None:

@@ -18,8 +18,8 @@ from resources.refs import noted, unnote
 
 LEFT_OUT = frozenset({"group", "rollout_plan", "report", KIND})
 """Kinds that no question needs: parts of rollouts, and pages."""
-SIBLINGS = {"checkpoint": "trainer_state"}
-"""Kind -> kind of the artifact of the same key, which is no parent of it."""
+SIBLINGS = {"checkpoint": "trainer_state", "rollouts": "unfinished"}
+"""Kind -> kind of the artifact of the same key, which is no parent of it; not all have one."""
 ATTEMPTS = 20
 """Attempts to append while other writers do."""
 BATCH = 64
