@@ -89,7 +89,7 @@ async def replay_turns(
 ) -> ReplayedTurns:
     """Execute the calls in the policy's tokens, in order. Raises InfraFault when the sandbox fails."""
     ids, turns, found = sequence.token_ids, policy_turns(sequence), ReplayedTurns()
-    ends = [start for start, _ in turns[1:]] + [len(ids)]
+    ends = [*(start for start, _ in turns), len(ids)][1:]
     for index, ((start, end), answer_end) in enumerate(zip(turns, ends, strict=True)):
         if ids[end - 1] not in (tokenizer.end_of_turn, tokenizer.pad):
             break

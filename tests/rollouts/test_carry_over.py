@@ -289,6 +289,25 @@ def test_a_carried_transcript_keeps_routing_and_supports() -> None:
     assert recorded.token_ids == [0, 1, 2, 3], "the record is not written to"
 
 
+def test_groups_that_have_not_begun_are_carried_over_too(
+    tmp_path: Path, envd: LocalEnvd, tokenizer: ChatTokenizer
+) -> None:
+    store, plan = LocalStore(tmp_path), first_plan(2, 6, concurrency=1)
+    engine = UnevenEngine(tokenizer, POLICY.digest, READ)
+    play(plan, store, envd, engine)
+    merge_groups(plan, store)
+    unfinished = find_artifact(store, UNFINISHED, plan.key)
+    assert unfinished is not None
+    left = read_unfinished(unfinished)
+    assert any(each.turns == 0 for group in left.values() for each in group.values())
+    assert all(sorted(group) == [0, 1] for group in left.values())
+    later = next_plan(plan, store, "0002", "b").model_copy(update={"needed": None})
+    play(later, store, envd, UnevenEngine(tokenizer, NEXT.digest, READ))
+    found = episodes(merge_groups(later, store))
+    assert {group for group, _ in found} >= set(left)
+    assert {each.outcome for each in found.values()} == {Outcome.COMPLETED}
+
+
 def test_tasks_that_changed_are_not_carried_over(tmp_path: Path, envd: LocalEnvd, tokenizer: ChatTokenizer) -> None:
     store, plan = LocalStore(tmp_path), first_plan(2, 1)
     engine = UnevenEngine(tokenizer, POLICY.digest, READ)
