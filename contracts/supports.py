@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -53,6 +53,12 @@ class Supports:
         end = int(self.sizes[: number + 1].sum())
         return self.ids[end - int(self.sizes[number]) : end]
 
+    def between(self, first: int, last: int) -> Supports:
+        """The record of the tokens [first, last) alone."""
+        writer = SupportsWriter()
+        writer.extend(replace(self, numbers=self.numbers[first:last]))
+        return writer.supports()
+
     def fault(self, token_ids: npt.NDArray[np.integer], vocabulary: int) -> str | None:
         """Why this is no record of these tokens of a vocabulary, or None."""
         if len(self.numbers) != len(token_ids):
@@ -89,9 +95,11 @@ class SupportsWriter:
 
     def extend(self, supports: Supports) -> None:
         """The tokens of another record."""
-        used = np.unique(supports.numbers).tolist()
-        own = {
-            each: self._index(bool(supports.left_out[each]), supports.ids_of(each)) for each in used if each != WHOLE
+        used, first = np.unique(supports.numbers, return_index=True)
+        own = {  # in order of their first token, so that the same tokens give the same bytes
+            each: self._index(bool(supports.left_out[each]), supports.ids_of(each))
+            for each in used[np.argsort(first)].tolist()
+            if each != WHOLE
         }
         self._numbers += [own.get(number, WHOLE) for number in supports.numbers.tolist()]
 

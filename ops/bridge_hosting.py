@@ -54,11 +54,10 @@ async def open_hosting(
 
     policy: whose tokenizer is used. Raises ConfigError for what hosted episodes do not do.
     """
-    if experiment.rollouts.recorded:
-        names = " and ".join(field.name for field in experiment.rollouts.recorded)
+    if experiment.rollouts.record_routing:
         raise ConfigError(
-            f"the rollouts of experiment {experiment.name} record {names}, which hosted episodes do not: leave out"
-            " rollouts.record_routing, grammar and top_p"
+            f"experiment {experiment.name} has rollouts.record_routing, but hosted episodes record no routing: leave it"
+            " out"
         )
     limits = experiment.sandboxes.limits.limits()
     async with sandboxes.client(experiment.sandboxes) as client:

@@ -74,7 +74,7 @@ class HostedTask(_message.Message):
     def __init__(self, task_id: _Optional[str] = ..., task_digest: _Optional[str] = ...) -> None: ...
 
 class StartEpisodeRequest(_message.Message):
-    __slots__ = ("episode_id", "group_id", "prompt_ids", "rule", "version", "sampling", "lease_s", "labels", "hosted")
+    __slots__ = ("episode_id", "group_id", "prompt_ids", "rule", "version", "sampling", "lease_s", "labels", "hosted", "top_p", "grammar")
     class LabelsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -91,6 +91,8 @@ class StartEpisodeRequest(_message.Message):
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
     LABELS_FIELD_NUMBER: _ClassVar[int]
     HOSTED_FIELD_NUMBER: _ClassVar[int]
+    TOP_P_FIELD_NUMBER: _ClassVar[int]
+    GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     episode_id: str
     group_id: str
     prompt_ids: bytes
@@ -100,7 +102,9 @@ class StartEpisodeRequest(_message.Message):
     lease_s: float
     labels: _containers.ScalarMap[str, str]
     hosted: HostedTask
-    def __init__(self, episode_id: _Optional[str] = ..., group_id: _Optional[str] = ..., prompt_ids: _Optional[bytes] = ..., rule: _Optional[_Union[VersionRule, str]] = ..., version: _Optional[str] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., lease_s: _Optional[float] = ..., labels: _Optional[_Mapping[str, str]] = ..., hosted: _Optional[_Union[HostedTask, _Mapping]] = ...) -> None: ...
+    top_p: float
+    grammar: str
+    def __init__(self, episode_id: _Optional[str] = ..., group_id: _Optional[str] = ..., prompt_ids: _Optional[bytes] = ..., rule: _Optional[_Union[VersionRule, str]] = ..., version: _Optional[str] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., lease_s: _Optional[float] = ..., labels: _Optional[_Mapping[str, str]] = ..., hosted: _Optional[_Union[HostedTask, _Mapping]] = ..., top_p: _Optional[float] = ..., grammar: _Optional[str] = ...) -> None: ...
 
 class StepRequest(_message.Message):
     __slots__ = ("episode_id", "step", "observation_ids", "from_token", "sampling", "turn_s")
@@ -129,16 +133,20 @@ class Span(_message.Message):
     def __init__(self, version: _Optional[str] = ..., first: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
 
 class Tokens(_message.Message):
-    __slots__ = ("first", "ids", "logprobs", "spans")
+    __slots__ = ("first", "ids", "logprobs", "spans", "supports", "forced")
     FIRST_FIELD_NUMBER: _ClassVar[int]
     IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     SPANS_FIELD_NUMBER: _ClassVar[int]
+    SUPPORTS_FIELD_NUMBER: _ClassVar[int]
+    FORCED_FIELD_NUMBER: _ClassVar[int]
     first: int
     ids: bytes
     logprobs: bytes
     spans: _containers.RepeatedCompositeFieldContainer[Span]
-    def __init__(self, first: _Optional[int] = ..., ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., spans: _Optional[_Iterable[_Union[Span, _Mapping]]] = ...) -> None: ...
+    supports: bytes
+    forced: bytes
+    def __init__(self, first: _Optional[int] = ..., ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., spans: _Optional[_Iterable[_Union[Span, _Mapping]]] = ..., supports: _Optional[bytes] = ..., forced: _Optional[bytes] = ...) -> None: ...
 
 class ToolResult(_message.Message):
     __slots__ = ("name", "arguments", "ok", "text")

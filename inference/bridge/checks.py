@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -18,6 +20,8 @@ _GROUP_ID = re.compile(r"[0-9a-zA-Z_-]{0,64}")
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 1e3
 """Bounds of a temperature that is not 0."""
 _MAX_STOPS = 64
+_MAX_GRAMMAR = 1 << 20
+"""Longest grammar of an episode, in characters."""
 _MAX_LABELS = 4096
 """Longest labels of an episode, or components of its reward, in bytes of all keys and values."""
 _TOKEN_BYTES = 4
@@ -69,6 +73,35 @@ class Sampling:
     stop_token_ids: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Restricted:
+    """What the turns of an episode are drawn from, if that is part of the vocabulary."""
+
+    top_p: float
+    grammar: str | None
+
+    @classmethod
+    def of(cls, message: pb.StartEpisodeRequest) -> Restricted | None:
+        """That of a start; None: the whole vocabulary."""
+        top_p = message.top_p or 1.0
+        grammar = sys.intern(message.grammar) if message.grammar else None  # thousands of episodes have the same
+        return cls(top_p, grammar) if grammar or top_p < 1 else None
+
+
+def check_restricted(message: pb.StartEpisodeRequest) -> None:
+    """Raise BadMessage for a top_p that is no share, or a grammar that is no JSON object of bounded size."""
+    if not 0 <= message.top_p <= 1:  # nor NaN
+        raise BadMessage(f"top_p={message.top_p}: must be above 0 and at most 1; 0 and 1 leave the whole vocabulary")
+    if len(message.grammar) > _MAX_GRAMMAR:
+        raise BadMessage(f"grammar has {len(message.grammar)} characters: at most {_MAX_GRAMMAR} are taken")
+    try:
+        tag = json.loads(message.grammar) if message.grammar else {}
+    except (ValueError, RecursionError) as error:
+        raise BadMessage(f"grammar is not JSON ({error}): send a structural tag of xgrammar") from None
+    if not isinstance(tag, dict):
+        raise BadMessage("grammar is not a JSON object: send a structural tag of xgrammar")
+
+
 def sampling_of(message: pb.Sampling, limits: Limits, *, hosted: bool = False) -> Sampling:
     """Sampling parameters of a message. hosted: with the temperature that was meant by the message's float32, as
     rollouts have it. Raises BadMessage.
@@ -112,6 +145,7 @@ def check_start(message: pb.StartEpisodeRequest, limits: Limits) -> Sampling:
         raise BadMessage("prompt_ids is empty: the policy needs at least one token")
     limits.check_room(tokens, "prompt_ids")
     check_seconds(message.lease_s, "lease_s")
+    check_restricted(message)
     if message.rule not in (pb.PINNED, pb.FOLLOW):
         raise BadMessage(f"rule={message.rule}: must be PINNED (0) or FOLLOW (1)")
     _check_size(message.labels.items(), "labels")

@@ -10,7 +10,8 @@ from typing import Final
 import numpy as np
 
 from contracts.pb import bridge_pb2 as pb
-from inference.bridge.checks import Sampling
+from contracts.supports import SupportsWriter, decode_supports, encode_supports
+from inference.bridge.checks import Restricted, Sampling
 from inference.bridge.hosted.state import Hosted, Place
 
 TOKEN_BYTES: Final = 4
@@ -57,6 +58,7 @@ class Episode:
         "ended",
         "expired",
         "expires",
+        "forced",
         "group_id",
         "handle",
         "hosted",
@@ -66,9 +68,11 @@ class Episode:
         "lease_s",
         "logprobs",
         "owner",
+        "restricted",
         "rule",
         "sampling",
         "started_as",
+        "supports",
         "turns",
         "version",
     )
@@ -98,6 +102,12 @@ class Episode:
         """The whole context, little-endian int32."""
         self.logprobs = bytearray()
         """Of the policy tokens, in order, little-endian float32."""
+        self.restricted = Restricted.of(start)
+        """What its turns are drawn from; None: the whole vocabulary."""
+        self.supports = SupportsWriter() if self.restricted else None
+        """Of the policy tokens, in order."""
+        self.forced = bytearray()
+        """Of the policy tokens where `restricted`, a byte each: 1 where the grammar left no other."""
         self.turns: list[Turn] = []
         self.ended: pb.EndEpisodeRequest | None = None
         self.expired = False
@@ -143,10 +153,16 @@ class Episode:
         self.turns.append(turn)
         return turn
 
-    def add_tokens(self, version: str, ids: bytes, logprobs: bytes) -> None:
-        """Append tokens of the policy to the last turn."""
+    def add_tokens(self, version: str, ids: bytes, logprobs: bytes, drawn: bytes = b"") -> None:
+        """Append tokens of the policy to the last turn. drawn: `forced` of each, then their encoded supports, where
+        `restricted`.
+        """
         self.ids += ids
         self.logprobs += logprobs
+        if self.supports is not None:
+            count = len(ids) // TOKEN_BYTES
+            self.forced += drawn[:count]
+            self.supports.extend(decode_supports(drawn[count:]))
         self.turns[-1].extend_span(version, len(ids) // TOKEN_BYTES)
 
     def policy_ids(self, turn: Turn) -> bytes:
@@ -162,6 +178,13 @@ class Episode:
         """The environment's tokens before a turn."""
         return bytes(memoryview(self.ids)[turn.begin * TOKEN_BYTES : turn.first * TOKEN_BYTES])
 
+    def drawn(self, first: int, last: int) -> bytes:
+        """What `add_tokens` was given as `drawn`, of the policy tokens [first, last) of the whole episode."""
+        if self.supports is None:
+            return b""
+        supports = self.supports.supports().between(first, last)
+        return bytes(memoryview(self.forced)[first:last]) + encode_supports(supports)
+
     def fill_tokens(self, message: pb.Tokens, turn: Turn, first: int) -> int:
         """Fill a message with the policy tokens of a turn from place `first` to the newest, or as many as one message
         takes, and return the place after them.
@@ -172,6 +195,9 @@ class Episode:
         message.first = first
         message.ids = bytes(memoryview(self.ids)[low:high])
         message.logprobs = bytes(memoryview(self.logprobs)[start:stop])
+        if self.supports is not None:
+            drawn = self.drawn(turn.logprob + first, turn.logprob + last)
+            message.forced, message.supports = drawn[: last - first], drawn[last - first :]
         for version, begin, end in turn.spans:
             if begin < last and end > first:
                 message.spans.add(version=version, first=max(begin, first), end=min(end, last))

@@ -16,8 +16,9 @@ import numpy as np
 import pyarrow as pa
 
 from contracts.digests import sha256
-from contracts.episodes import EPISODES, SEQUENCES, Outcome, TokenRole
+from contracts.episodes import EPISODES, SEQUENCES, SUPPORTS, Outcome, TokenRole
 from contracts.pb import bridge_pb2 as pb
+from contracts.supports import SupportsWriter, encode_supports
 from inference.bridge.episode import Episode
 from inference.bridge.hosted.state import Final, call_records
 
@@ -83,7 +84,7 @@ def row(episode: Episode) -> pa.Table:
         "turns": len(episode.turns),
         "tool_calls": [vars(call) for call in call_records(replies)],
         "format_errors": sum(bool(reply.format_error) for reply in replies),
-        "policy_tokens": sum(turn.tokens for turn in episode.turns),
+        "policy_tokens": sum(turn.tokens for turn in episode.turns) - sum(episode.forced),
         "final_state": [{"kind": final.kind, "digest": sha256(final.state)}],
         "final_diff": final.state,
     }
@@ -127,11 +128,18 @@ def _sequence(episode: Episode) -> pa.Table:
     roles = np.full(len(ids), TokenRole.ENVIRONMENT, np.uint8)
     roles[: episode.turns[0].begin if episode.turns else len(ids)] = TokenRole.PROMPT
     logprobs = np.zeros(len(ids), np.float32)
+    every = None if episode.supports is None else episode.supports.supports()
+    forced, supports = np.frombuffer(bytes(episode.forced), np.bool_), SupportsWriter()
     spans = []
     for turn in episode.turns:
         made = slice(turn.first, turn.first + turn.tokens)
+        own = slice(turn.logprob, turn.logprob + turn.tokens)
         roles[made] = TokenRole.POLICY
-        logprobs[made] = sampled[turn.logprob : turn.logprob + turn.tokens]
+        logprobs[made] = sampled[own]
+        if every is not None:
+            roles[made][forced[own]] = TokenRole.FORCED
+            supports.add(None, turn.first - len(supports))
+            supports.extend(every.between(own.start, own.stop))
         spans += [
             {"version": version, "start": turn.first + first, "end": turn.first + end}
             for version, first, end in turn.spans
@@ -144,7 +152,11 @@ def _sequence(episode: Episode) -> pa.Table:
         _one_list(pa.array(logprobs, mask=roles != TokenRole.POLICY)),
         pa.array([spans], SEQUENCES.field("policy_spans").type),
     ]
-    return pa.Table.from_arrays(columns, schema=SEQUENCES)
+    if every is None:
+        return pa.Table.from_arrays(columns, schema=SEQUENCES)
+    supports.add(None, len(ids) - len(supports))
+    columns.append(pa.array([encode_supports(supports.supports()) if len(every.numbers) else None], SUPPORTS.type))
+    return pa.Table.from_arrays(columns, schema=SEQUENCES.append(SUPPORTS))
 
 
 def _one_list(values: pa.Array) -> pa.ListArray:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import struct
+import zlib
 from collections.abc import Iterable, Iterator
 from enum import IntEnum
 
 from google.protobuf.message import DecodeError
 
+from contracts.errors import SchemaError
 from contracts.pb import bridge_pb2 as pb
 from inference.bridge.checks import Limits, Sampling, sampling_of
 from inference.bridge.episode import TOKEN_BYTES, Episode, Turn
@@ -17,6 +19,7 @@ from inference.bridge.journal import Frame, Journal, frame, split
 
 _START = struct.Struct("<HHd32s")
 _TOKENS = struct.Struct("<IH")
+_ID_TAG = b"\x0a"
 _ANY = Limits(0, 0)
 """Messages in the journal were checked before they came there."""
 
@@ -29,7 +32,7 @@ class Kind(IntEnum):
     TURN = 2
     """StepRequest."""
     TOKENS = 3
-    """Count and version of consecutive policy tokens, their ids, their logprobs."""
+    """Count and version of consecutive policy tokens, their ids, their logprobs, and `Episode.drawn` of them."""
     FINISH = 4
     """pb.Finish of the turn, one byte."""
     END = 5
@@ -49,16 +52,17 @@ class Kind(IntEnum):
 
 
 def start_payload(episode: Episode, start: pb.StartEpisodeRequest) -> bytes:
-    """Payload of a START."""
+    """Payload of a START. A request with a grammar, of some 20 kB, is packed."""
+    said = start.SerializeToString()
     who, what = episode.owner.encode(), episode.version.encode()
     fixed = _START.pack(len(who), len(what), episode.lease_s, episode.started_as)
-    return fixed + who + what + start.SerializeToString()
+    return fixed + who + what + (zlib.compress(said) if start.grammar else said)
 
 
-def tokens_payload(version: str, ids: bytes, logprobs: bytes) -> bytes:
+def tokens_payload(version: str, ids: bytes, logprobs: bytes, drawn: bytes = b"") -> bytes:
     """Payload of a TOKENS."""
     name = version.encode()
-    return _TOKENS.pack(len(ids) // TOKEN_BYTES, len(name)) + name + ids + logprobs
+    return _TOKENS.pack(len(ids) // TOKEN_BYTES, len(name)) + name + ids + logprobs + drawn
 
 
 def snapshot(episode: Episode) -> Iterator[bytes]:
@@ -75,6 +79,8 @@ def snapshot(episode: Episode) -> Iterator[bytes]:
         sampling=sampling_message(episode.sampling),
         labels=episode.labels or {},
     )
+    if episode.restricted is not None:
+        start.top_p, start.grammar = episode.restricted.top_p, episode.restricted.grammar or ""
     hosted = episode.hosted
     if hosted is not None:
         start.hosted.CopyFrom(pb.HostedTask(task_id=hosted.task_id, task_digest=hosted.task_digest))
@@ -104,7 +110,7 @@ def replay(frames: Iterable[Frame]) -> dict[int, Episode]:
     """
     try:
         return _replay(frames)
-    except (struct.error, DecodeError, ValueError, TypeError, IndexError) as error:
+    except (struct.error, zlib.error, SchemaError, DecodeError, ValueError, TypeError, IndexError) as error:
         raise JournalError(f"the journal has a frame that can't be read ({error}): move it away") from error
 
 
@@ -137,7 +143,9 @@ def _apply(found: dict[int, Episode], each: Frame) -> None:
         ids = _TOKENS.size + named
         logprobs = ids + count * TOKEN_BYTES
         version = each.payload[_TOKENS.size : ids].decode()
-        episode.add_tokens(version, each.payload[ids:logprobs], each.payload[logprobs:])
+        drawn = logprobs + count * TOKEN_BYTES
+        parts = each.payload[ids:logprobs], each.payload[logprobs:drawn], each.payload[drawn:]
+        episode.add_tokens(version, *parts)
     elif each.kind == Kind.FINISH:
         episode.turns[-1].finish = each.payload[0]
     elif each.kind == Kind.END:
@@ -166,7 +174,9 @@ def _started(each: Frame) -> Episode:
     who, what, lease_s, digest = _START.unpack_from(each.payload)
     owner = _START.size + who
     version = owner + what
-    start = pb.StartEpisodeRequest.FromString(each.payload[version:])
+    said = each.payload[version:]
+    # a request begins with the tag of its id, what zlib packs with another byte
+    start = pb.StartEpisodeRequest.FromString(said if said[:1] == _ID_TAG else zlib.decompress(said))
     episode = Episode(
         each.payload[_START.size : owner].decode(),
         start,
@@ -193,9 +203,9 @@ def _spans_of(episode: Episode, turn: Turn) -> Iterator[bytes]:
     for version, first, end in turn.spans:
         ids = slice((turn.first + first) * TOKEN_BYTES, (turn.first + end) * TOKEN_BYTES)
         logprobs = slice((turn.logprob + first) * TOKEN_BYTES, (turn.logprob + end) * TOKEN_BYTES)
-        yield tokens_payload(
-            version, bytes(memoryview(episode.ids)[ids]), bytes(memoryview(episode.logprobs)[logprobs])
-        )
+        drawn = episode.drawn(turn.logprob + first, turn.logprob + end)
+        tokens = bytes(memoryview(episode.ids)[ids]), bytes(memoryview(episode.logprobs)[logprobs])
+        yield tokens_payload(version, *tokens, drawn)
 
 
 def sampling_message(sampling: Sampling) -> pb.Sampling:

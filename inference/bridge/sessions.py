@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import numpy as np
+
 from contracts.pb import bridge_pb2 as pb
 from inference.bridge import checks, replay
 from inference.bridge.checks import Limits, Sampling
@@ -33,13 +35,15 @@ from inference.bridge.journal import Journal
 from inference.bridge.metrics import Counts
 from inference.bridge.registry import Bounds, Registry
 from inference.bridge.replay import Kind
-from inference.bridge.turns import Running, Subscription
-from inference.engines.base import Engine
-from inference.errors import StaleVersion
+from inference.bridge.turns import Part, Running, Subscription
+from inference.engines.base import Engine, SamplingParams
+from inference.errors import EngineError, EngineStopped, EngineUnreachable, RequestTooLong, StaleVersion
 
 __all__ = ["Bounds", "Sessions"]
 SWEEP_S = 1.0
 """Longest time between two looks at the leases, in seconds."""
+MOST_FOLLOWED = 1024
+"""Grammars that the engine is known to follow at most; others are probed at each start."""
 _SHORTEST_S = 1e-3
 """Time limit of a turn whose episode's time is over, in seconds."""
 
@@ -64,6 +68,8 @@ class Sessions:
         """What was done so far."""
         self._episodes = Registry(bounds, journal, self._release, self.counts)
         self._acting = None if hosting is None else Acting(hosting, self._episodes.log)
+        self._followed: set[tuple[checks.Restricted, tuple[int, ...]]] = set()
+        """Grammars and nuclei that the engine has sampled from."""
         self._running: dict[int, Running] = {}
         """Handle -> the turn of it that is being sampled."""
 
@@ -221,6 +227,7 @@ class Sessions:
         if message.HasField("hosted"):
             filled = self._host().hosting.start(message, self.limits)
             sampling = checks.sampling_of(filled.sampling, self.limits, hosted=True)
+        await self._probe(filled, sampling)
         served = await self.engine.version()
         known = self._episodes.get(owner, message.episode_id)  # started while the engine was asked
         if known is not None:
@@ -228,6 +235,26 @@ class Sessions:
         if message.version and message.version != served:
             raise StaleVersion(f"version {message.version[:80]} is asked for, but {served} is served: start with that")
         return self._episodes.add(owner, filled, sampling, served, content_of(message))
+
+    async def _probe(self, start: pb.StartEpisodeRequest, sampling: Sampling) -> None:
+        """Sample one token, so that a grammar which can't be followed, or an engine without supports, is refused at the
+        start of an episode. Raises BadMessage.
+        """
+        drawn = checks.Restricted.of(start)
+        if drawn is None or (drawn, sampling.stop_token_ids) in self._followed:
+            return
+        prompt = np.frombuffer(start.prompt_ids, "<i4").tolist()
+        params = SamplingParams(1.0, 1, 0, sampling.stop_token_ids, top_p=drawn.top_p, grammar=drawn.grammar)
+        try:
+            completion = await self.engine.generate(prompt, params)
+        except (EngineUnreachable, EngineStopped, StaleVersion, RequestTooLong):
+            raise
+        except EngineError as error:
+            raise BadMessage(f"{'grammar' if drawn.grammar else 'top_p'}: {error}") from error
+        if completion.supports is None:
+            raise BadMessage("grammar and top_p: the engine of this bridge does not tell what tokens are drawn from")
+        if len(self._followed) < MOST_FOLLOWED:
+            self._followed.add((drawn, sampling.stop_token_ids))
 
     def _host(self) -> Acting:
         """Plays the environment of hosted episodes. Raises BadMessage if this bridge hosts none."""
@@ -318,10 +345,10 @@ class Sessions:
         self._running[episode.handle] = running
         return running
 
-    def _add(self, running: Running, parts: list[tuple[str, bytes, bytes]]) -> None:
-        for version, ids, logprobs in parts:
-            self._episodes.log(Kind.TOKENS, running.episode, replay.tokens_payload(version, ids, logprobs))
-            running.episode.add_tokens(version, ids, logprobs)
+    def _add(self, running: Running, parts: list[Part]) -> None:
+        for version, ids, logprobs, drawn in parts:
+            self._episodes.log(Kind.TOKENS, running.episode, replay.tokens_payload(version, ids, logprobs, drawn))
+            running.episode.add_tokens(version, ids, logprobs, drawn)
             self.counts.tokens += len(ids) // TOKEN_BYTES
         if not running.answered:
             running.answered = True

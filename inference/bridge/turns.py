@@ -13,16 +13,20 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
+from dataclasses import replace
 
 import numpy as np
 
 from contracts.errors import TriplaneError
 from contracts.pb import bridge_pb2 as pb
+from contracts.supports import encode_supports
 from inference.bridge.episode import TOKEN_BYTES, Episode, Turn
 from inference.bridge.errors import BridgeError, EpisodeExpired
 from inference.engines.base import Engine, Piece, SamplingParams
-from inference.errors import RequestTooLong, StaleVersion
+from inference.errors import EngineError, RequestTooLong, StaleVersion
 
+Part = tuple[str, bytes, bytes, bytes]
+"""Version, ids and logprobs of consecutive tokens, and where the episode is restricted `Episode.drawn` of them."""
 _log = logging.getLogger(__name__)
 
 
@@ -98,7 +102,7 @@ class Running:
         context_tokens: int,
         turn_s: float,
         *,
-        add: Callable[[Running, list[tuple[str, bytes, bytes]]], None],
+        add: Callable[[Running, list[Part]], None],
         end: Callable[[Running, int], None],
         act: Callable[[], Awaitable[None]] | None,
         over: Callable[[Running], None],
@@ -106,7 +110,7 @@ class Running:
     ) -> None:
         """context_tokens: longest context, 0 for unknown. turn_s: seconds after which the turn ends, 0 for none.
 
-        add: keeps tokens as (version, ids, logprobs). end: ends sampling as a pb.Finish. act: makes the environment
+        add: keeps tokens. end: ends sampling as a pb.Finish. act: makes the environment
         reply to the turn, where the bridge hosts it. over: called when the turn is complete. fail: stops it
         without an end.
         """
@@ -140,7 +144,11 @@ class Running:
         sampling = self.turn.sampling or self.episode.sampling
         room = self._context - self.episode.tokens if self._context else 1 << 31
         wanted = sampling.max_tokens - self.turn.tokens if sampling.max_tokens else room
-        return SamplingParams(sampling.temperature, min(wanted, room), sampling.seed, sampling.stop_token_ids)
+        params = SamplingParams(sampling.temperature, min(wanted, room), sampling.seed, sampling.stop_token_ids)
+        drawn = self.episode.restricted
+        if drawn is None:
+            return params
+        return replace(params, top_p=drawn.top_p, grammar=drawn.grammar, begun=self.turn.tokens)
 
     async def _run(self, turn_s: float) -> None:
         """Sample the rest of the turn, and let the environment reply."""
@@ -190,7 +198,7 @@ class Running:
         prompt = np.frombuffer(bytes(self.episode.ids), "<i4")
         async with aclosing(self._engine.stream(prompt, params)) as pieces:  # type: ignore[arg-type]
             async for piece in pieces:
-                parts, stale = parts_of(piece, pinned)
+                parts, stale = parts_of(piece, pinned, restricted=self.episode.restricted is not None)
                 if parts:
                     self._add(self, parts)
                 if stale:
@@ -222,14 +230,22 @@ class Running:
         return pb.ENGINE_LOST
 
 
-def parts_of(piece: Piece, pinned: str | None) -> tuple[list[tuple[str, bytes, bytes]], bool]:
-    """(version, ids, logprobs) of each span of a piece, up to the first that is not of `pinned`, and whether there was
-    one. pinned: a version; None takes all.
+def parts_of(piece: Piece, pinned: str | None, *, restricted: bool) -> tuple[list[Part], bool]:
+    """Each span of a piece, up to the first that is not of `pinned`, and whether there was one. pinned: a version; None
+    takes all. restricted: with supports; raises EngineError if the piece has none.
     """
-    parts: list[tuple[str, bytes, bytes]] = []
+    parts: list[Part] = []
+    if restricted and piece.supports is None:
+        raise EngineError(
+            "the engine does not tell what tokens were drawn from: restrict episodes of other engines only"
+        )
     for version, start, end in piece.spans:
         if pinned is not None and version != pinned:
             return parts, True
         ids = piece.token_ids[start:end].astype("<i4", copy=False).tobytes()
-        parts.append((version, ids, piece.logprobs[start:end].astype("<f4", copy=False).tobytes()))
+        drawn = b""
+        if restricted and piece.supports is not None:
+            forced = bytes(piece.forced[start:end]) if piece.forced else bytes(end - start)
+            drawn = forced + encode_supports(piece.supports.between(start, end))
+        parts.append((version, ids, piece.logprobs[start:end].astype("<f4", copy=False).tobytes(), drawn))
     return parts, False

@@ -45,6 +45,8 @@ class SamplingParams:
 
     With this or `top_p`, logprobs are those over the tokens that remain.
     """
+    begun: int = 0
+    """Number of tokens at the prompt's end that the grammar begins with: the completion goes on after them."""
 
     @property
     def restricted(self) -> bool:
@@ -85,6 +87,10 @@ class Piece:
     """(policy version, start, end) within this piece's `token_ids`, contiguous and complete."""
     finish_reason: FinishReason | None = None
     """Of the completion; given with the last piece and only there."""
+    supports: Supports | None = None
+    """As those of a completion."""
+    forced: list[bool] | None = None
+    """As those of a completion."""
 
 
 class Engine(Protocol):
@@ -100,8 +106,8 @@ class Engine(Protocol):
     def stream(self, prompt_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Piece]:
         """Continue `prompt_ids`, as `generate` does, and yield the tokens while they are sampled.
 
-        Closing the generator frees its resources. Raises what `generate` raises, and EngineError for `routing_from`
-        and restricted sampling, whose records pieces do not carry.
+        Closing the generator frees its resources. Raises what `generate` raises, and EngineError for `routing_from`,
+        whose record pieces do not carry.
         """
 
     async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> list[float]:
@@ -127,15 +133,13 @@ class StreamsWhole:
         check_streamable(params)
         made = await self.generate([int(token) for token in prompt_ids], params)
         tokens, logprobs = np.array(made.token_ids, np.int32), np.array(made.logprobs, np.float32)
-        yield Piece(tokens, logprobs, made.spans, made.finish_reason)
+        yield Piece(tokens, logprobs, made.spans, made.finish_reason, made.supports, made.forced)
 
 
 def check_streamable(params: SamplingParams) -> None:
     """Raise EngineError for parameters that a stream can't serve."""
     if params.routing_from is not None:
         raise EngineError("routing is requested of a stream, whose pieces do not carry it: use generate")
-    if params.restricted:
-        raise EngineError("a grammar or top_p is asked of a stream, whose pieces carry no supports: use generate")
 
 
 def require_unrestricted(params: SamplingParams, kind: str) -> None:

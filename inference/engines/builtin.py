@@ -95,7 +95,7 @@ class BuiltinEngine:
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
         """See Engine.generate."""
         self._check_request(prompt_ids, params)
-        restriction = await asyncio.to_thread(self._restriction, params) if params.restricted else None
+        restriction = await self._restriction(prompt_ids, params)
         completion: Completion = await self._submit("generate", prompt_ids, params, restriction)
         return completion
 
@@ -103,8 +103,8 @@ class BuiltinEngine:
         """See Engine.stream. Pieces come every PIECE_S seconds, if a token is sampled as fast."""
         check_streamable(params)
         self._check_request(prompt_ids, params)
-        pieces = Pieces()
-        request = self._start("generate", prompt_ids, params, pieces, streams=True)
+        pieces, restriction = Pieces(), await self._restriction(prompt_ids, params)
+        request = self._start("generate", prompt_ids, params, pieces, streams=True, restriction=restriction)
         try:
             while True:
                 piece = await pieces.next()
@@ -189,13 +189,22 @@ class BuiltinEngine:
         self._wake.set()
         await asyncio.to_thread(self._thread.join)
 
-    def _restriction(self, params: SamplingParams) -> Restriction:
-        """Raises EngineError for a grammar that can't be followed. May take seconds, for a new grammar."""
-        matcher = None
-        if params.grammar is not None:
-            vocabulary = Vocabulary.of(self._tokenizer, self._architecture.vocabulary)
-            matcher = Matcher(compiled(params.grammar, vocabulary, params.stop_token_ids), vocabulary.size)
-        return Restriction(matcher, params.top_p)
+    async def _restriction(self, prompt_ids: Sequence[int], params: SamplingParams) -> Restriction | None:
+        """What restricts the sampling, if anything. May take seconds, for a new grammar.
+
+        Raises EngineError for a grammar that can't be followed.
+        """
+        if not params.restricted:
+            return None
+
+        def made() -> Restriction:
+            matcher = None
+            if params.grammar is not None:
+                vocabulary = Vocabulary.of(self._tokenizer, self._architecture.vocabulary)
+                matcher = Matcher(compiled(params.grammar, vocabulary, params.stop_token_ids), vocabulary.size)
+            return Restriction(matcher, params.top_p, prompt_ids[len(prompt_ids) - params.begun :])
+
+        return await asyncio.to_thread(made)
 
     async def _submit(
         self,

@@ -104,14 +104,14 @@ class Request:
         spans = self._spans(0, len(tokens))
         if self.restriction is None:
             return Completion(tokens, logprobs, spans, reason, routes)
-        supports, forced = self.restriction.records()
-        return Completion(tokens, logprobs, spans, reason, routes, supports, forced if any(forced) else None)
+        return Completion(tokens, logprobs, spans, reason, routes, *self.restriction.records())
 
     def piece(self, tokens: Integers, logprobs: npt.NDArray[np.float32], reason: FinishReason | None) -> Piece:
         """The tokens after those that were delivered, which count as delivered now."""
         first, self.sent = self.sent, self.sent + len(tokens)
         spans = [(version, start - first, end - first) for version, start, end in self._spans(first, self.sent)]
-        return Piece(tokens.astype(np.int32), logprobs.copy(), spans, reason)
+        drawn = self.restriction.records(first) if self.restriction is not None else ()
+        return Piece(tokens.astype(np.int32), logprobs.copy(), spans, reason, *drawn)
 
     def _spans(self, first: int, last: int) -> list[tuple[str, int, int]]:
         """(version, start, end) of the sampled tokens [first, last)."""

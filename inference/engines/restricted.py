@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -16,14 +18,22 @@ from inference.grammar.matcher import Matcher, only_token
 class Restriction:
     """Of one request: its grammar's state, and the supports of its tokens so far."""
 
-    def __init__(self, matcher: Matcher | None, top_p: float) -> None:
-        """Raises EngineError for a grammar that no token can begin."""
+    def __init__(self, matcher: Matcher | None, top_p: float, begun: Sequence[int] = ()) -> None:
+        """begun: tokens that the grammar begins with. Raises EngineError if they do not follow it, and for a grammar
+        that no token can continue.
+        """
         self.top_p = top_p
         self._matcher = matcher
         self._writer = SupportsWriter()
         self._forced: list[bool] = []
         self.mask: Mask | None = None
         """bool [vocabulary]: tokens that the grammar allows next; None: all."""
+        if matcher is not None:
+            for token in begun:
+                mask = matcher.mask()
+                if mask is not None and not mask[token]:
+                    raise EngineError(f"token {token} at the prompt's end is not one that the grammar begins with")
+                matcher.accept(token)
         if not self._look():
             raise EngineError("no token of the policy's vocabulary can begin the grammar: is it of another tokenizer?")
 
@@ -59,9 +69,11 @@ class Restriction:
                 " tokenizer can write"
             )
 
-    def records(self) -> tuple[Supports, list[bool]]:
-        """Support of each token, and whether its grammar forced it."""
-        return self._writer.supports(), self._forced
+    def records(self, first: int = 0) -> tuple[Supports, list[bool] | None]:
+        """Support of each token from place `first` on, and whether its grammar forced it; None: it forced none."""
+        forced, found = self._forced[first:], self._writer.supports()
+        supports = found.between(first, len(self._forced)) if first else found
+        return supports, forced if any(forced) else None
 
     def _look(self) -> bool:
         """Set `mask`. Returns whether any token is allowed."""

@@ -83,6 +83,8 @@ class VllmEngine(StreamsWhole):
         """
         if params.top_p < 1.0:
             require_unrestricted(params, "vllm")
+        if params.grammar is not None and params.begun:
+            raise EngineError("vLLM can't go on with a completion that its grammar has begun: sample it from the start")
         client = await self._attached()
         room = min(params.max_tokens, self._context - len(prompt_ids))
         if room < 1:

@@ -185,7 +185,10 @@ class HeldEngine(DelegatingEngine):
                     version = next(name for name, first, end in piece.spans if first <= place < end)
                     one = slice(place, place + 1)
                     reason = piece.finish_reason if last else None
-                    yield Piece(piece.token_ids[one], piece.logprobs[one], [(version, 0, 1)], reason)
+                    drawn = (None, None)
+                    if piece.supports is not None:
+                        drawn = piece.supports.between(place, place + 1), piece.forced and piece.forced[one]
+                    yield Piece(piece.token_ids[one], piece.logprobs[one], [(version, 0, 1)], reason, *drawn)
                     given += 1
 
 

@@ -209,7 +209,8 @@ def check_equal(record: Record, rollout: tuple[dict[str, Any], dict[str, Any], f
     (row, sequence, about), (expected, expected_sequence, reward) = rows_of(record), rollout
     for name in ROW:
         assert row[name] == expected[name], name
-    for name in ("token_ids", "token_role", "logprobs", "policy_spans"):
+    assert set(sequence) == set(expected_sequence)
+    for name in set(sequence) - {"episode_id"}:
         assert sequence[name] == expected_sequence[name], name
     assert about["reward"] == reward
 
@@ -231,7 +232,8 @@ async def rolled_out(
         rewards = await grade_episodes(
             table, {task.task_id: task}, Verifier(client, None), RewardConfig(), lambda done, total: None
         )
-    return table.to_pylist()[0], sequences_table([episode]).to_pylist()[0], rewards["reward"].to_pylist()[0]
+    (sequence,) = sequences_table([episode], *config.recorded).to_pylist()
+    return table.to_pylist()[0], sequence, rewards["reward"].to_pylist()[0]
 
 
 async def live_sandboxes(envd: str) -> int:

@@ -103,6 +103,8 @@ class BridgeClient:
         prompt_ids: AnyIds,
         *,
         sampling: Sampling = Sampling(),
+        top_p: float = 1.0,
+        grammar: str = "",
         group_id: str = "",
         version: str = "",
         follow: bool = False,
@@ -111,6 +113,9 @@ class BridgeClient:
     ) -> Episode:
         """Start an episode.
 
+        top_p: each token is drawn from the most probable ones whose probabilities add up to this. grammar: structural
+        tag of xgrammar as JSON text, which each turn follows; `inference.grammar.tools` makes that of tool calls. With
+        either, turns have `supports`: their logprobs are those over these sets, and so must the trainer's be.
         group_id: samples of one prompt share it. version: policy to start with; empty: the one served now. follow: go
         on with new versions as they are served; else a turn ends as STALE when the version is not served any more.
         labels: kept with the record. episode_id: 16 to 64 characters of [0-9a-zA-Z_-], different for each episode;
@@ -122,6 +127,8 @@ class BridgeClient:
         request = pb.StartEpisodeRequest(
             prompt_ids=ids_bytes(prompt_ids, "prompt_ids"),
             sampling=sampling.message(seed),
+            top_p=top_p,
+            grammar=grammar,
             **self._start(group_id, version, follow, labels, episode_id),
         )
         return await self._started(request, seed)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
+
+from contracts.errors import SchemaError
 from contracts.pb import bridge_pb2 as pb
+from contracts.supports import SupportsWriter, decode_supports
 from inference.bridge.client.errors import TokensChanged
 from inference.bridge.client.tokens import FINISHES, Piece, Span, Turn, ids_of, logprobs_of, reply_of
 from inference.bridge.errors import BridgeError
@@ -17,7 +21,7 @@ _TOKEN_BYTES = 4
 class Received:
     """What a client has of one turn. Tokens that come again must be those that came before."""
 
-    __slots__ = ("_ids", "_logprobs", "_spans", "count", "episode_id", "observation", "step")
+    __slots__ = ("_forced", "_ids", "_logprobs", "_spans", "_supports", "count", "episode_id", "observation", "step")
 
     def __init__(self, episode_id: str, step: int, observation: bytes) -> None:
         """observation: environment tokens before the turn, little-endian int32."""
@@ -27,6 +31,8 @@ class Received:
         self._ids: list[bytes] = []
         self._logprobs: list[bytes] = []
         self._spans: list[Span] = []
+        self._forced: list[bytes] = []
+        self._supports: SupportsWriter | None = None
 
     @property
     def asked_from(self) -> int:
@@ -44,6 +50,7 @@ class Received:
                 f"{self._name}: the bridge sent {len(ids)} bytes of ids and {len(logprobs)} of logprobs from token"
                 f" {first} on, after {self.count} tokens: report it as a bug of the bridge"
             )
+        again = 0
         if first < self.count:
             again = min(len(ids) // _TOKEN_BYTES, self.count - first)
             self._compare(first, again, ids, logprobs)
@@ -53,6 +60,8 @@ class Received:
         known, self.count = self.count, self.count + len(ids) // _TOKEN_BYTES
         self._ids.append(ids)
         self._logprobs.append(logprobs)
+        if tokens.supports:
+            self._add_supports(tokens, again)
         for span in tokens.spans:
             if span.end > known:
                 self._add_span(span.version, max(span.first, known), span.end)
@@ -75,6 +84,8 @@ class Received:
             tuple(self._spans),
             FINISHES[end.finish],
             reply_of(end) if hosted else None,
+            None if self._supports is None else self._supports.supports(),
+            None if self._supports is None else np.frombuffer(b"".join(self._forced), np.bool_),
         )
 
     def piece(self, first: int) -> Piece:
@@ -90,6 +101,23 @@ class Received:
         if len(self._ids) != 1:
             self._ids, self._logprobs = [b"".join(self._ids)], [b"".join(self._logprobs)]
         return self._ids[0], self._logprobs[0]
+
+    def _add_supports(self, tokens: pb.Tokens, again: int) -> None:
+        """Take the supports of tokens, but of the first `again`. Raises BridgeError for those of other tokens."""
+        count = len(tokens.ids) // _TOKEN_BYTES
+        try:
+            supports = decode_supports(tokens.supports)
+            fault = supports.fault(ids_of(tokens.ids), 1 << 31)
+        except SchemaError as error:
+            fault = str(error)
+        if fault or len(tokens.forced) != count:
+            raise BridgeError(
+                f"{self._name}: the bridge sent supports that are not of its {count} tokens"
+                f" ({fault or f'{len(tokens.forced)} marks of forced ones'}): report it as a bug of the bridge"
+            )
+        self._supports = self._supports or SupportsWriter()
+        self._supports.extend(supports.between(again, count))
+        self._forced.append(tokens.forced[again:])
 
     def _add_span(self, version: str, first: int, end: int) -> None:
         if self._spans and self._spans[-1].version == version:

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from contracts.pb import bridge_pb2 as pb
+from contracts.supports import Supports
 from inference.bridge.errors import BadMessage
 
 Ids = npt.NDArray[np.int32]
@@ -142,6 +143,10 @@ class Turn:
     finish: Finish
     reply: Reply | None = None
     """Of hosted episodes; None for others."""
+    supports: Supports | None = None
+    """What each token was drawn from, of an episode with a grammar or top_p: normalize over that to train on it."""
+    forced: npt.NDArray[np.bool_] | None = None
+    """[n] whether the grammar left no other token, where there are supports: such tokens have no gradient."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,15 +63,21 @@ class Hosting:
         """
         if message.prompt_ids:
             raise BadMessage("prompt_ids of a hosted episode must be empty: its task makes the prompt")
+        if message.top_p or message.grammar:
+            raise BadMessage(
+                "top_p and grammar of a hosted episode are those of the bridge's experiment: leave them out"
+            )
         own = sorted(set(message.labels) & set(TASK_LABELS))
         if own:
             raise BadMessage(f"labels[{own[0]!r}] of a hosted episode is its task's: leave it out")
         task = self.task(message.hosted.task_id, message.hosted.task_digest)
-        ids = EpisodeEnvironment(task, self.config, self.tokenizer).prompt()
+        environment = EpisodeEnvironment(task, self.config, self.tokenizer)
+        ids = environment.prompt()
         limits.within(self.config.max_tokens).check_room(len(ids), f"the prompt of task {task.task_id}")
         filled = pb.StartEpisodeRequest()
         filled.CopyFrom(message)
         filled.prompt_ids = bytes_of(ids)
+        filled.top_p, filled.grammar = self.config.top_p, environment.grammar or ""
         filled.sampling.CopyFrom(self.sampling(message.sampling))
         filled.hosted.task_digest = task.digest
         for name, value in zip(TASK_LABELS, (task.task_id, task.digest, task.files_digest), strict=True):
