@@ -1,5 +1,5 @@
-"""Health checks of containers that have no curl: `health.py http://host:port/path` or `health.py unix:/run/envd.sock`
-(envd over gRPC).
+"""Health checks of containers that have no curl: `health.py http://host:port/path`, `health.py unix:/run/envd.sock`
+(envd over gRPC) or `health.py bridge:unix:/run/bridge.sock`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ def main(address: str) -> int:
         if address.startswith("http"):
             with urllib.request.urlopen(address, timeout=TIMEOUT_S) as answer:
                 print(answer.status)
+        elif address.startswith("bridge:"):
+            print(asyncio.run(_ask_bridge(address.removeprefix("bridge:"))))
         else:
             print(asyncio.run(_ask_envd(address)))
     except Exception as error:  # noqa: BLE001 - whatever it is, the answer to "is it healthy?" is no
@@ -31,6 +33,14 @@ async def _ask_envd(address: str) -> str:
     async with asyncio.timeout(TIMEOUT_S), OperationsClient(address) as client:
         about = await client.info()
     return f"{about.backend}, isolates: {about.isolation}, sandboxes: {about.live}"
+
+
+async def _ask_bridge(address: str) -> str:
+    from inference.bridge.client import BridgeClient
+
+    async with asyncio.timeout(TIMEOUT_S), BridgeClient(address) as client:
+        info = await client.info()
+    return f"policy {', '.join(info.versions)}, tasks: {info.hosted_tasks}"
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ def test_a_malformed_experiment(laboratory: Laboratory, text: str, said: str) ->
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("-e", str(TINY), "--set", "rollouts.nope=1"), "rollouts.nope is not a field: known are concurrency"),
+        (("-e", str(TINY), "--set", "rollouts.nope=1"), "rollouts.nope is not a field: known are carry_over"),
         (("-e", "nosuch"), "no experiment 'nosuch' in"),
         (("-e", str(TINY), "--set", "trainer.launcher.gpus=8"), "gpus=8: this machine has 0 NVIDIA GPU(s)"),
         (

@@ -1,5 +1,5 @@
 """The services of deploy/compose.yaml as processes of this machine: the same commands, environment and health checks,
-without containers.
+without containers. postgres and s3 are stood in for; redis-server is Debian's.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from tests.deploy.postgres import WITH_PARENT, free_port
 from tests.webserver import ADD, LAUNCH, ask
 
 PATIENCE_S = 600.0
-OURS = ("envd", "code-location", "webserver", "daemon", "sampler")
-"""What runs code of this repository, and is started here. postgres and s3 are stood in for; buckets runs to its end."""
 
 RUN = """query ($id: ID!) { runOrError(runId: $id) { ... on Run {
   runId status startTime endTime parentRunId tags { key value }
@@ -36,16 +34,17 @@ class LocalStack:
 
     def __init__(self, folder: Path, variables: Mapping[str, str]) -> None:
         self.folder = folder
-        self._ports = {port: str(free_port()) for port in ("3000", "4000", "8000")}
+        self._ports = {port: str(free_port()) for port in ("3000", "4000", "6379", "8000", "8080")}
         self._services = services(variables)
         self._running: dict[str, subprocess.Popen[bytes]] = {}
-        for name in ("home", "cache", "envd", "experiments", "tmp"):
+        for name in ("home", "cache", "envd", "experiments", "tmp", "bridge", "journal"):
             (folder / name).mkdir()
         (folder / "deploy").symlink_to(ROOT / "deploy")
         shutil.copy(ROOT / "deploy" / "dagster-production.yaml", folder / "home" / "dagster.yaml")
         shutil.copy(ROOT / "tests" / "dagster" / "tiny.yaml", folder / "experiments")
         self.url = f"http://127.0.0.1:{self._ports['3000']}"
         self.api = f"http://127.0.0.1:{self._ports['8000']}"
+        self.router = f"http://127.0.0.1:{self._ports['8080']}"
 
     def command(self, name: str) -> list[str]:
         """A service's command with what is only true inside a container replaced."""
@@ -53,7 +52,8 @@ class LocalStack:
 
     def environment(self, name: str) -> dict[str, str]:
         """A service's whole environment: the image's, the service's, and nothing of ours but how to find programs."""
-        image = image_environment(self._services[name].definition["build"]["target"])
+        build = self._services[name].definition.get("build")
+        image = image_environment(build["target"]) if build else {}
         declared = {"PYTHONPATH": "/app:/app/kernels", **image, **self._services[name].environment}
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         return {
@@ -188,7 +188,11 @@ class LocalStack:
         for inside, outside in {
             "0.0.0.0": "127.0.0.1",
             "code-location": "127.0.0.1",
+            "dns:replica": "dns:localhost",
+            "redis://redis": "redis://127.0.0.1",
             "/run/envd": f"{self.folder}/envd",
+            "/run/bridge": f"{self.folder}/bridge",
+            "/var/lib/triplane/bridge": f"{self.folder}/journal",
             "/app": str(ROOT),
             "/var/lib/triplane/cache": f"{self.folder}/cache",
             "/var/lib/triplane/dagster": f"{self.folder}/home",

@@ -17,7 +17,10 @@ import httpx
 import pytest
 from moto.server import ThreadedMotoServer
 
+from contracts.artifacts import list_artifacts
 from contracts.store import Store, open_store
+from contracts.suites import read_suite
+from inference.bridge.client import Bridge
 from ops.iteration_keys import iteration_key, next_iteration
 from resources.registry import Registry
 from tests.acceptance.laboratory import processes_of
@@ -182,6 +185,29 @@ def test_the_sampler_serves_what_is_live(stack: LocalStack, store: Store, first_
     reply = httpx.post(f"{stack.api}/v1/chat/completions", json=question, timeout=60).raise_for_status().json()
     assert reply["usage"]["completion_tokens"] >= 1
     assert live.policy.digest[:12] in stack.log("sampler")
+
+
+def test_a_router_with_redis_serves_what_the_replicas_serve(stack: LocalStack, first_iteration: str) -> None:
+    commands = [stack.command(name) for name in ("sampler", "replica")]
+    assert commands[0] == commands[1], "so the sampler is the router's replica here"
+    for name in ("redis", "router"):
+        stack.start(name)
+    body = {"model": "policy", "prompt": [1, 2, 3], "max_tokens": 4}
+    reply = httpx.post(f"{stack.router}/v1/completions", json=body, timeout=60).raise_for_status()
+    assert reply.json()["usage"]["completion_tokens"] >= 1 and reply.headers["x-replica"]
+    assert "triplane" in httpx.get(f"{stack.router}/metrics", timeout=60).raise_for_status().text
+
+
+def test_a_trainer_plays_a_task_over_the_bridge(stack: LocalStack, store: Store, first_iteration: str) -> None:
+    stack.start("bridge")
+    (suite,) = list_artifacts(store, "task_suite")
+    task = read_suite(suite)[0]
+    with Bridge(f"unix:{stack.folder / 'bridge' / 'bridge.sock'}") as bridge:
+        assert bridge.info().hosted_tasks > 1
+        with bridge.start_task(task.task_id, seed=1) as episode:
+            while not episode.done:
+                turn = episode.step()
+    assert turn.reply is not None and turn.reply.reward is not None
 
 
 def test_step_logs_are_in_their_bucket(stack: LocalStack, store: Store, first_iteration: str) -> None:
