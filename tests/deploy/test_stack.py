@@ -104,6 +104,8 @@ def test_an_iteration_runs_through_the_queue(
         "experiments",
         "tmp",
         "deploy",
+        "bridge",
+        "journal",
     }, "nothing is written where the image's code is"
     assert "listening on unix:" in stack.log("envd") and "backends namespaces" in stack.log("envd")
 
@@ -195,7 +197,8 @@ def test_a_router_with_redis_serves_what_the_replicas_serve(stack: LocalStack, f
     body = {"model": "policy", "prompt": [1, 2, 3], "max_tokens": 4}
     reply = httpx.post(f"{stack.router}/v1/completions", json=body, timeout=60).raise_for_status()
     assert reply.json()["usage"]["completion_tokens"] >= 1 and reply.headers["x-replica"]
-    assert "triplane" in httpx.get(f"{stack.router}/metrics", timeout=60).raise_for_status().text
+    told = httpx.get(f"{stack.router}/metrics", timeout=60).raise_for_status().text
+    assert 'route_shared_total{result="failures"} 0.0' in told
 
 
 def test_a_trainer_plays_a_task_over_the_bridge(stack: LocalStack, store: Store, first_iteration: str) -> None:
