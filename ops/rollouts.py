@@ -108,7 +108,7 @@ async def sample_shard(
             tokenizer=load_tokenizer(experiment, policy),
             progress=lambda now: _show(step, now),
             limits=experiment.sandboxes.limits.limits(),
-            seconds=_seconds_before(step),
+            seconds=_seconds_before(step) if _some_wait(plan, shard) else {},
         )
     return {
         "groups": report.groups,
@@ -118,6 +118,12 @@ async def sample_shard(
         "began": began,
         "ended": time.time(),
     }
+
+
+def _some_wait(plan: RolloutPlan, shard: int) -> bool:
+    """Whether a shard has more episodes than it plays at once, so that their order matters."""
+    groups, _ = plan.shard(shard)
+    return len(groups) * plan.config.episodes_started > plan.config.concurrency
 
 
 def _seconds_before(step: Step) -> dict[str, float]:

@@ -12,14 +12,17 @@ import pyarrow as pa
 from contracts.artifacts import Artifact, ArtifactRef, artifact_kinds, find_artifact, list_artifacts
 from contracts.errors import TriplaneError
 from contracts.store import Store
+from inference.rollouts.carry_over import UNFINISHED
 from ops.ledger.rows import rows_of
 from ops.ledger.segments import KIND, Ledger, batched
 from resources.refs import noted, unnote
 
 LEFT_OUT = frozenset({"group", "rollout_plan", "report", KIND})
 """Kinds that no question needs: parts of rollouts, and pages."""
-SIBLINGS = {"checkpoint": "trainer_state", "rollouts": "unfinished"}
-"""Kind -> kind of the artifact of the same key, which is no parent of it; not all have one."""
+SIBLINGS = {"checkpoint": ("trainer_state", ""), "rollouts": (UNFINISHED, "groups_carried_over")}
+"""Kind -> kind of the artifact of the same key, which is no parent of it, and the fact in its manifest's meta that says
+there is one; empty: there always is.
+"""
 ATTEMPTS = 20
 """Attempts to append while other writers do."""
 BATCH = 64
@@ -103,6 +106,6 @@ def _unknown(store: Store, db: duckdb.DuckDBPyConnection, refs: Iterable[Artifac
                 continue
             yield artifact
             wanted += artifact.manifest.parents.values()
-            sibling = SIBLINGS.get(artifact.ref.kind)
-            if sibling:
+            sibling, told_by = SIBLINGS.get(artifact.ref.kind, ("", ""))
+            if sibling and (not told_by or told_by in artifact.meta):
                 wanted.append(artifact.ref.model_copy(update={"kind": sibling}))

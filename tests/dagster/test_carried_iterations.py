@@ -12,7 +12,7 @@ from contracts.artifacts import Artifact, find_artifact, open_artifact
 from inference.rollouts.carry_over import UNFINISHED
 from inference.rollouts.plan import CARRIED_OVER
 from ops.inputs import PromptsDrawn
-from ops.ledger.index import rebuild
+from ops.ledger.index import rebuild, update
 from ops.ledger.segments import Ledger
 from ops.state import read_inputs
 from resources.experiment import load_experiment
@@ -70,7 +70,8 @@ def test_what_an_iteration_leaves_the_next_one_ends(world: World) -> None:
 
 def test_the_ledger_knows_what_was_carried_over(world: World) -> None:
     query = f"SELECT count(*) FROM artifacts WHERE kind = '{UNFINISHED}'"
-    rebuild(world.store)
-    with Ledger(world.store).opened() as (db, _):
-        (count,) = db.sql(query).fetchall()
-    assert count == (3,)
+    for index in (update, rebuild):
+        index(world.store)
+        with Ledger(world.store).opened() as (db, _):
+            (count,) = db.sql(query).fetchall()
+        assert count == (3,), index
