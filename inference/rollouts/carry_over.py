@@ -13,17 +13,15 @@ import asyncio
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-import pyarrow as pa
-
 from contracts.artifacts import Artifact, ArtifactWriter
 from contracts.episodes import Episode, read_episodes
 from contracts.store import Store
 from inference.rollouts import ROLLOUTS_VERSION
+from inference.rollouts.groups import TABLES, add_tables
 from inference.rollouts.plan import Carried, GroupPlan, RolloutPlan
 
 UNFINISHED = "unfinished"
 """Kind of the artifact. It has the key of the rollouts that left it."""
-TABLES = {"episodes.parquet": False, "sequences.parquet": False, "telemetry.parquet": True}
 _GROUPS = "groups.json"
 
 
@@ -59,9 +57,8 @@ def commit_unfinished(plan: RolloutPlan, groups: Mapping[str, Artifact], store: 
         config=plan.config.model_dump(mode="json"),
         code_version=ROLLOUTS_VERSION,
     ) as out:
-        for name, telemetry in TABLES.items():
-            out.add_table(name, pa.concat_tables([each.table(name) for each in groups.values()]), telemetry=telemetry)
-        out.add_json(_GROUPS, [_row(planned[group_id], plan) for group_id in groups])
+        add_tables(out, list(groups.values()))
+        out.add_json(_GROUPS, [_carried(planned[group_id], plan).model_dump() for group_id in groups])
         return out.commit(
             meta={
                 "groups": len(groups),
@@ -71,10 +68,10 @@ def commit_unfinished(plan: RolloutPlan, groups: Mapping[str, Artifact], store: 
         )
 
 
-def _row(group: GroupPlan, plan: RolloutPlan) -> dict[str, str | int]:
-    before = group.carried or Carried(iteration=plan.iteration, times=1)
-    times = before.times + 1 if group.carried else 1
-    return {"group_id": group.group_id, "task_id": group.task_id, "iteration": before.iteration, "times": times}
+def _carried(group: GroupPlan, plan: RolloutPlan) -> GroupPlan:
+    """The group as one that was carried over once more."""
+    iteration, times = (group.carried.iteration, group.carried.times) if group.carried else (plan.iteration, 0)
+    return group.model_copy(update={"carried": Carried(iteration=iteration, times=times + 1)})
 
 
 def carried_groups(unfinished: Artifact, task_digests: Mapping[str, str]) -> list[GroupPlan]:
@@ -83,18 +80,9 @@ def carried_groups(unfinished: Artifact, task_digests: Mapping[str, str]) -> lis
     """
     rows = unfinished.table("episodes.parquet", columns=["group_id", "task_digest"]).to_pylist()
     played = {row["group_id"]: row["task_digest"] for row in rows}
-    kept = [
-        each for each in unfinished.json(_GROUPS) if task_digests.get(each["task_id"]) == played.get(each["group_id"])
-    ]
-    return [
-        GroupPlan(
-            group_id=each["group_id"],
-            index=index,
-            task_id=each["task_id"],
-            carried=Carried(iteration=each["iteration"], times=each["times"]),
-        )
-        for index, each in enumerate(kept)
-    ]
+    groups = map(GroupPlan.model_validate, unfinished.json(_GROUPS))
+    kept = [each for each in groups if task_digests.get(each.task_id) == played[each.group_id]]
+    return [each.model_copy(update={"index": index}) for index, each in enumerate(kept)]
 
 
 def read_unfinished(unfinished: Artifact) -> dict[str, dict[int, Episode]]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import pyarrow as pa
 
 from contracts.artifacts import Artifact, ArtifactWriter, find_artifact
 from contracts.digests import digest_of
@@ -20,11 +23,23 @@ from inference.rollouts import ROLLOUTS_VERSION
 from inference.rollouts.plan import GroupPlan, RolloutPlan
 
 GROUP = "group"
+READERS = 16
+"""Groups read at once: each is a few small objects of its own, far away on S3."""
+TABLES = {"episodes.parquet": False, "sequences.parquet": False, "telemetry.parquet": True}
+"""Tables of groups and of what is made of them; whether each is telemetry."""
 
 
 def group_key(plan: RolloutPlan, group: GroupPlan) -> str:
     """Action key of one group of the plan's rollouts."""
     return digest_of({"rollouts": plan.key, "group": group.group_id})
+
+
+def add_tables(out: ArtifactWriter, groups: Sequence[Artifact]) -> None:
+    """Write the rows of all groups, in this order."""
+    with ThreadPoolExecutor(READERS) as pool:
+        for name, telemetry in TABLES.items():
+            tables = pool.map(lambda group, name=name: group.table(name), groups)
+            out.add_table(name, pa.concat_tables(tables), telemetry=telemetry)
 
 
 def find_group(plan: RolloutPlan, group: GroupPlan, store: Store) -> Artifact | None:

@@ -9,22 +9,18 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-import pyarrow as pa
-
 from contracts.artifacts import Artifact, ArtifactWriter, find_artifact
 from contracts.digests import canonical_json
 from contracts.store import Store
 from inference.errors import GroupsMissing
 from inference.rollouts import ROLLOUTS_VERSION
-from inference.rollouts.carry_over import TABLES, commit_unfinished
+from inference.rollouts.carry_over import commit_unfinished
 from inference.rollouts.claims import clear_claims
-from inference.rollouts.groups import find_group, is_complete, without_variance
+from inference.rollouts.groups import READERS, add_tables, find_group, is_complete, without_variance
 from inference.rollouts.plan import GroupPlan, RolloutPlan
 from inference.rollouts.straggler_bias import played_in, solve_rates
 
 ROLLOUTS = "rollouts"
-READERS = 16
-"""Groups read at once: each is a few small objects of its own, far away on S3."""
 _SHOWN = 5
 
 
@@ -108,10 +104,7 @@ def _merge(groups: list[Artifact], carried: int, plan: RolloutPlan, store: Store
         config=plan.config.model_dump(mode="json"),
         code_version=ROLLOUTS_VERSION,
     ) as out:
-        with ThreadPoolExecutor(READERS) as pool:
-            for name, telemetry in TABLES.items():
-                tables = pool.map(lambda group, name=name: group.table(name), groups)
-                out.add_table(name, pa.concat_tables(tables), telemetry=telemetry)
+        add_tables(out, groups)
         # how the work was divided is no part of what came out of it
         (out.directory / "plan.json").write_bytes(canonical_json(plan.model_dump(mode="json")))
         out.add_file("plan.json", telemetry=True)
