@@ -211,12 +211,12 @@ def _plan(
         carried = carried_groups(unfinished, {task_id: task.digest for task_id, task in tasks.items()})
     groups, _, after = draw_prompts(
         sorted(tasks),
-        count=max(1, options.groups + config.get("carry_over", 0) - len(carried)),
+        count=options.groups + config.get("carry_over", 0),
         reserve=0,
         cursor=cursor,
         seed=0,
         iteration=f"{iteration:04d}",
-        first=len(carried),
+        carried=carried,
     )
     digest = digest_of(["policy", iteration])
     plan = RolloutPlan(
@@ -225,7 +225,7 @@ def _plan(
         seed=0,
         key=digest_of([way, iteration]),
         policy=ArtifactRef(kind="checkpoint", key=digest, digest=digest),
-        groups=[*carried, *groups],
+        groups=groups,
         reserve=[],
         workers=1,
         config=RolloutConfig(

@@ -183,14 +183,14 @@ def draw(store: Store, experiment: Experiment, inputs: IterationInputs) -> Promp
         carried = carried_groups(open_artifact(store, ref), digests)
     groups, reserve, after = draw_prompts(
         [task.task_id for task in tasks],
-        count=max(1, experiment.prompts.groups + experiment.rollouts.carry_over - len(carried)),
+        count=experiment.prompts.groups + experiment.rollouts.carry_over,
         reserve=experiment.prompts.reserve,
         cursor=inputs.cursor,
         seed=experiment.seed,
         iteration=inputs.iteration,
-        first=len(carried),
+        carried=carried,
     )
-    return PromptsDrawn(groups=[*carried, *groups], reserve=reserve, cursor_after=after)
+    return PromptsDrawn(groups=groups, reserve=reserve, cursor_after=after)
 
 
 def draw_and_commit(step: Step) -> Artifact:

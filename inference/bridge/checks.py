@@ -89,7 +89,7 @@ class Restricted:
 
 
 def check_restricted(message: pb.StartEpisodeRequest) -> None:
-    """Raise BadMessage for a top_p that is no share, or a grammar that is no JSON object of bounded size."""
+    """Raise BadMessage unless top_p is from 0 to 1 and the grammar is empty or a JSON object within the size limit."""
     if not 0 <= message.top_p <= 1:  # nor NaN
         raise BadMessage(f"top_p={message.top_p}: must be above 0 and at most 1; 0 and 1 leave the whole vocabulary")
     if len(message.grammar) > _MAX_GRAMMAR:

@@ -109,16 +109,25 @@ def _without_none(values: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def draw_prompts(
-    task_ids: Sequence[str], *, count: int, reserve: int, cursor: int, seed: int, iteration: str, first: int = 0
+    task_ids: Sequence[str],
+    *,
+    count: int,
+    reserve: int,
+    cursor: int,
+    seed: int,
+    iteration: str,
+    carried: Sequence[GroupPlan] = (),
 ) -> tuple[list[GroupPlan], list[GroupPlan], int]:
     """Draw `count` groups and a reserve, and return them with the cursor of the next iteration.
 
     The stream of prompts is one seeded permutation of `task_ids` an epoch after the other; `cursor` counts its places
     used so far, reserve included. Where an epoch's end would bring a task back into the same draw, that place is passed
     over, so no task comes twice unless the suite is smaller than the draw. Depends on the set of `task_ids`, not on
-    their order. first: index of the first group.
+    their order. carried: groups that come first and count; with them at least one is drawn.
     """
     suite = sorted(set(task_ids))
+    if carried:
+        count = max(1, count - len(carried))
     wanted = count + reserve
     if not suite:
         raise PlanError("the task suite has no training task: build it with a larger train split")
@@ -138,9 +147,9 @@ def draw_prompts(
             drawn.append(task_id)
     groups = [
         GroupPlan(group_id=digest_of([seed, iteration, index, task_id])[:32], index=index, task_id=task_id)
-        for index, task_id in enumerate(drawn, first)
+        for index, task_id in enumerate(drawn, len(carried))
     ]
-    return groups[:count], groups[count:], cursor
+    return [*carried, *groups[:count]], groups[count:], cursor
 
 
 def _epoch_order(suite: Sequence[str], epoch: int, seed: int) -> list[str]:

@@ -87,18 +87,18 @@ def next_plan(before: RolloutPlan, store: LocalStore, iteration: str, key: str) 
     needed = before.needed or 0
     groups, _, _ = draw_prompts(
         sorted(TASKS),
-        count=max(1, needed + before.config.carry_over - len(carried)),
+        count=needed + before.config.carry_over,
         reserve=0,
         cursor=len(before.groups),
         seed=5,
         iteration=iteration,
-        first=len(carried),
+        carried=carried,
     )
     changed = {
         "iteration": iteration,
         "key": key * 64,
         "policy": NEXT,
-        "groups": [*carried, *groups],
+        "groups": groups,
         "reserve": [],
         "inputs": {CARRIED_OVER: unfinished.ref},
     }
