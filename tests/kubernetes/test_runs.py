@@ -41,7 +41,7 @@ def test_a_lost_run_pod_is_relaunched_and_its_steps_end_with_it(world: RunWorld)
     world.cluster.kubelet.kill(world.pod_of(f"dagster-run-{run_id}"), reason="OOMKilled")
     world.wait_for(run_id, dg.DagsterRunStatus.FAILURE)
     (event,) = world.events(run_id, dg.DagsterEventType.RUN_FAILURE)
-    assert "was killed for memory: its limit is 4Gi: raise placement.steps.memory" in (event.message or "")
+    assert "was killed for memory: its limit is 2Gi: raise placement.steps.memory" in (event.message or "")
     job = step["metadata"]["labels"]["job-name"]
     assert job not in {each["metadata"]["name"] for each in world.cluster.jobs()}
     world.wait_for(world.retry_of(run_id))
@@ -60,7 +60,7 @@ def test_an_iteration_of_pods_with_a_killed_and_an_evicted_step_has_the_digests_
     retried = {event.step_key: event for event in world.events(run_id, dg.DagsterEventType.STEP_UP_FOR_RETRY)}
     assert set(retried) == {"tiny__prompts", "tiny__rewards"}
     error = retried["tiny__prompts"].step_retry_data.error
-    assert error and "was killed for memory: its limit is 4Gi: raise placement.steps.memory" in error.message
+    assert error and "was killed for memory: its limit is 2Gi: raise placement.steps.memory" in error.message
     made = {step_of(job) for job in world.cluster.jobs() if job["metadata"]["labels"]["dagster/run-id"] == run_id}
     monkeypatch.setenv("TRIPLANE_KUBERNETES_IMAGE", "triplane:1")
     planned = [each.purpose for each in objects_of(experiment, open_store(str(tmp_path / "fresh")), world.instance)]
