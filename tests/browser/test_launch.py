@@ -21,7 +21,7 @@ def test_an_iteration_launched_from_the_dialog_is_followed_to_success(screen: Sc
     run = screen.launch_partition(partition, new=True)
     screen.keep("run-started")
     screen.await_success()
-    screen.open(f"/runs/{run}")  # Dagster's chart of steps may stay empty on a page that followed the run
+    screen.page.reload()  # Dagster's chart of steps may stay empty on a page that followed the run
     expect(screen.page.get_by_text("tiny__sampler").first).to_be_visible()
     screen.keep("run-success")
     assert lab.artifact("sampler", partition).meta["decision"] == "live"
