@@ -50,10 +50,16 @@ class Preparation:
         self.changed: list[str] = []
         """Paths that the diff changed, found after undeclared changes were undone and before others were."""
 
-    def run(self, diff: bytes, hidden: Mapping[str, bytes], product: Collection[str] = ()) -> str | None:
+    def run(
+        self,
+        diff: bytes,
+        hidden: Mapping[str, bytes],
+        product: Collection[str] = (),
+        codes: Mapping[str, bytes] = {},
+    ) -> str | None:
         """Prepare the workspace. Returns the reason if that fails, else None. Raises OSError for machine faults.
 
-        product: files of the template that solutions change.
+        product: files of the template that solutions change. codes: byte code of hidden files, by its own path.
         """
         try:
             with self._as_tests():
@@ -69,7 +75,7 @@ class Preparation:
                 self._undo(changed, hidden, product)
                 for note in review(self._workspace, self._template, changed):
                     self._note(note)
-            for path, content in sorted(hidden.items()):
+            for path, content in sorted({**hidden, **codes}.items()):
                 _place_file(self._workspace, path, content)
                 if self._supervised:
                     self._protect(path)

@@ -11,16 +11,21 @@ The canary is a test that must fail; if it passes, results are being rewritten. 
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import json
+import marshal
 import os
 import re
 import sys
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from types import CodeType
 from typing import Any, Protocol
 
 import pytest
+from _pytest.assertion.rewrite import PYC_TAIL, rewrite_asserts
 from _pytest.runner import runtestprotocol
 
 from envd.sandbox import auditing, equality, observing
@@ -153,6 +158,31 @@ def pipe_sender(fd: int, nonce: str) -> Send:
 def base_name(nodeid: str) -> str:
     """A test's name without its parameters."""
     return nodeid.split("[", 1)[0]
+
+
+def cached_path(path: str) -> str:
+    """Path at which pytest looks for the byte code of a test file."""
+    file = PurePosixPath(path)
+    return str(file.parent / "__pycache__" / f"{file.stem}{PYC_TAIL}")
+
+
+def compiled(root: Path, path: str, source: bytes) -> bytes:
+    """Byte code of a test file at a path below root, as pytest reads it; empty if the file can't be compiled. Call it
+    in a process of `inside_session`.
+    """
+    name = str(root / path)
+    try:
+        tree = ast.parse(source, filename=name)
+        rewrite_asserts(tree, source, name, _prepared[0].config)
+        code = compile(tree, name, "exec", dont_inherit=True)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return b""
+    return as_cached(source, code)
+
+
+def as_cached(source: bytes, code: CodeType) -> bytes:
+    """Content of the file at `cached_path`: byte code of this source (PEP 552, a checked hash)."""
+    return importlib.util.MAGIC_NUMBER + b"\x03\x00\x00\x00" + importlib.util.source_hash(source) + marshal.dumps(code)
 
 
 def _arguments(root: Path) -> list[str]:

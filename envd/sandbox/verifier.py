@@ -33,7 +33,7 @@ from envd.sandbox.origin import Origin
 from envd.sandbox.place import Place
 from envd.sandbox.prepare import Preparation
 from envd.sandbox.proctree import kill_since, reap
-from envd.sandbox.runner import configured, pipe_sender, run_tests
+from envd.sandbox.runner import cached_path, compiled, configured, pipe_sender, run_tests
 from envd.sandbox.verdict import Ending, Record, all_missing, observations, outcomes_and_tampering
 from envd.tools import Output
 from envd.types import VerifyResult
@@ -55,17 +55,29 @@ def serve_verification(sock: socket.socket, place: Place, *, supervised: bool = 
             os.environ.update(header["env"])
             wire.send(sock, {"ready": True})
             continue
-        files, start = {}, header["diff_bytes"]
-        for path, size in header["hidden"]:
-            files[path] = blob[start : start + size]
-            start += size
+        if header["op"] == "compile":
+            wire.send(sock, {}, compiled(place.workspace, header["path"], blob))
+            continue
+        diff, rest = blob[: header["diff_bytes"]], blob[header["diff_bytes"] :]
+        files, rest = _cut(rest, header["hidden"])
+        codes, _ = _cut(rest, header.get("compiled", ()))
         result = verify(
-            *(place, blob[: header["diff_bytes"]], files, header["tests"], float(header["timeout_s"]), supervised),
+            *(place, diff, files, header["tests"], float(header["timeout_s"]), supervised),
             artifacts=header.get("artifacts", ()),
             product=header.get("product", ()),
             configuration=configured(header.get("plugins", ()), header.get("ini", {})),
+            codes=codes,
         )
         wire.send(sock, {"result": asdict(result)})
+
+
+def _cut(blob: bytes, sizes: Sequence[tuple[str, int]]) -> tuple[dict[str, bytes], bytes]:
+    """Files at the beginning of a blob, by path, and what follows them."""
+    files, start = {}, 0
+    for path, size in sizes:
+        files[path] = blob[start : start + size]
+        start += size
+    return files, blob[start:]
 
 
 def verify(
@@ -78,21 +90,23 @@ def verify(
     artifacts: Sequence[str] = (),
     product: Sequence[str] = (),
     configuration: Sequence[str] = (),
+    codes: Mapping[str, bytes] = {},
 ) -> VerifyResult:
     """Run the tests on the template with the diff applied; with `artifacts`, only with the changes to these paths.
 
     product: paths that solutions change; other files of the template that look like test helpers are restored.
-    configuration: further options of pytest.
+    configuration: further options of pytest. codes: byte code of hidden test files, by their paths.
     """
     # Opened before anything is applied or run, so that a file put at its path later is not read.
     log = os.open(place.scratch / "log", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     declared = PathPatterns(artifacts) if artifacts else None
     preparation = Preparation(place.workspace, place.template, place.scratch, supervised=supervised, artifacts=declared)
-    problem = preparation.run(diff, hidden, product)
+    codes = {cached_path(path): code for path, code in codes.items()}
+    problem = preparation.run(diff, hidden, product, codes)
     if problem is not None:
         return VerifyResult(all_missing(tests), "apply_failed", problem)
     how = layout(place.template, hidden, tests, configuration)
-    origin = Origin(place.workspace, place.template, hidden)
+    origin = Origin(place.workspace, place.template, {*hidden, *codes})
     runner = _Runner(place.workspace, tests, log, how, origin, supervised, preparation.changed)
     ending, records = runner.supervise(timeout_s)
     outcomes, tampering = outcomes_and_tampering(tests, records, ending)
