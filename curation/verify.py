@@ -233,11 +233,12 @@ class Verifier:
         """Send the server a task's runtime, which its sandboxes need. Raises ArtifactMissing."""
         await self._runs.provide(task)
 
-    async def grade(self, task: Task, diff: bytes) -> Verdict:
+    async def grade(self, task: Task, diff: bytes, written: VerifyResult | None = None) -> Verdict:
         """Verdict on `diff` applied to the task's repository.
 
-        diff: the final state, also of a kind other than a diff. Raises InfraFault if envd keeps failing (the caller
-        leaves the episode ungraded), CurationError for a task of hidden tests that has none.
+        diff: the final state, also of a kind other than a diff. written: the first run, if the caller has it. Raises
+        InfraFault if envd keeps failing (the caller leaves the episode ungraded), CurationError for a task of hidden
+        tests that has none.
         """
         if isinstance(task.final_state, AnswerState):
             return verdict_of(grade_answer(task.final_state, diff))
@@ -253,7 +254,7 @@ class Verifier:
             return self._memory[key]
         flight = self._flights.get(key)
         if flight is None:
-            flight = self._flights[key] = _Flight(asyncio.create_task(self._settle(key, task, diff)))
+            flight = self._flights[key] = _Flight(asyncio.create_task(self._settle(key, task, diff, written)))
         flight.waiting += 1
         try:
             return await asyncio.shield(flight.work)
@@ -292,12 +293,12 @@ class Verifier:
             return read_checks(self._store, key) or proof.checks
         return proof.checks
 
-    async def _settle(self, key: str, task: Task, diff: bytes) -> Verdict:
+    async def _settle(self, key: str, task: Task, diff: bytes, written: VerifyResult | None) -> Verdict:
         async with self._slots:
             loop = asyncio.get_running_loop()
             verdict = await loop.run_in_executor(self._readers, self._recall, key)
             if verdict is None:
-                verdict = await self._verify(task, diff)
+                verdict = await self._verify(task, diff, written)
                 if verdict.exit in ("timed_out", "crashed"):
                     # retry: the cause may be the graded state, a busy machine or a killed process
                     verdict = await self._verify(task, diff)
@@ -309,7 +310,7 @@ class Verifier:
             self._memory.popitem(last=False)
         return verdict
 
-    async def _verify(self, task: Task, diff: bytes) -> Verdict:
+    async def _verify(self, task: Task, diff: bytes, written: VerifyResult | None = None) -> Verdict:
         if len(diff) > MAX_DIFF_BYTES:
             return make_verdict(task.tests, VerifyResult((), "apply_failed", ""))
         self._active += 1
@@ -319,7 +320,7 @@ class Verifier:
                 self._eager and self._active == 1 and self._known(task)
             ):  # no other verification waits for the second core
                 beside = asyncio.create_task(self._beside(task, diff, await self.checks(task)))
-            written = await self._runs.run(task, diff)
+            written = written or await self._runs.run(task, diff)
             if passed(task.tests, written):
                 return await self._doubt(task, diff, written, await self.checks(task), beside)
             return make_verdict(task.tests, written, await self.checks(task) if written.tampering else None)

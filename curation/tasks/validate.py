@@ -40,6 +40,8 @@ def pytest_runtest_makereport(item, call):
 """
 _SKIP = 'import pytest\n\npytest.skip("not today", allow_module_level=True)\n'
 _EXIT = "import os\n\nos._exit(0)\n"
+RESTORED = "conftest_passes"
+"""Cheat whose change is undone before the tests run."""
 
 
 class BrokenTask(Frozen):
@@ -157,7 +159,7 @@ def cheat_states(task: Task) -> dict[str, bytes]:
     return {
         "exit_zero": file_diff(path, before, _EXIT),
         "skip_all": file_diff(path, before, _SKIP),
-        "conftest_passes": file_diff("conftest.py", conftest, _CONFTEST),
+        RESTORED: file_diff("conftest.py", conftest, _CONFTEST),
     }
 
 
@@ -175,7 +177,7 @@ async def _soundness(verifier: Verifier, task: Task) -> str | None:
     if before.solved:
         return "its hidden tests pass before the fix"
     if is_imported(task):
-        return _contradiction(task, before, after)
+        return contradiction(task, before, after)
     if before.exit != "completed" or not any(test.status == "failed" for test in before.tests):
         return f"its hidden tests do not run before the fix ({_summary(before)})"
     if not after.solved:
@@ -200,7 +202,7 @@ def _wrong_state(before: Verdict, after: Verdict) -> str | None:
     return None if after.solved else f"its reference is not right ({_summary(after)})"
 
 
-def _contradiction(task: Task, before: Verdict, after: Verdict) -> str | None:
+def contradiction(task: Task, before: Verdict, after: Verdict) -> str | None:
     """Contradiction between the verdicts and an imported task, or None. Before the fix, imports may fail."""
     early = [test.name for test in before.tests if test.name in task.meta["fail_to_pass"] and test.status == "passed"]
     if early:

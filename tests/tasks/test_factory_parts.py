@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import io
 import subprocess
 import tarfile
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from contracts.store import Store, open_store
 from contracts.tasks import Split
@@ -18,6 +21,7 @@ from curation.tasks.factory.choose import Caps, distinct
 from curation.tasks.factory.functions import Function, Lines, Source, product_sources
 from curation.tasks.factory.leaks import Copies, without_tests
 from curation.tasks.factory.licences import UNKNOWN, check_licence, licence_of
+from curation.tasks.factory.make import first_accepted
 from curation.tasks.factory.screen import Screened
 from curation.tasks.factory.source import Repository, read_repository
 from curation.tasks.factory.splits import deal_files
@@ -192,6 +196,44 @@ def test_caps_admit_no_more_of_a_function_than_their_share() -> None:
     admitted = [each for each in candidates if caps.admits(each) is None and caps.take(each) is None]
     assert len(admitted) == 4
     assert caps.admits(candidates[5]) == "function"
+
+
+@given(
+    good=st.lists(st.booleans(), max_size=80),
+    wanted=st.integers(0, 60),
+    seconds=st.lists(st.floats(0, 0.002), min_size=80, max_size=80),
+)
+@settings(max_examples=60, deadline=None)
+def test_what_is_accepted_does_not_depend_on_what_ends_first(
+    good: list[bool], wanted: int, seconds: list[float]
+) -> None:
+    begun: list[int] = []
+
+    async def work(number: int) -> int:
+        begun.append(number)
+        await asyncio.sleep(seconds[number])
+        return number
+
+    found = asyncio.run(
+        first_accepted(iter(range(len(good))), wanted, work, lambda number: good[number], lambda done: None)
+    )
+    ends = [end for end in range(len(good) + 1) if sum(good[:end]) == wanted]
+    assert found == begun == list(range(min(ends, default=len(good))))
+
+
+def test_a_fault_of_one_ends_the_others() -> None:
+    ended: list[int] = []
+
+    async def work(number: int) -> int:
+        try:
+            await asyncio.sleep(0 if number == 3 else 60)
+            raise TaskError("envd is gone")
+        finally:
+            ended.append(number)
+
+    with pytest.raises(TaskError, match="envd is gone"):
+        asyncio.run(first_accepted(iter(range(5)), 5, work, lambda number: True, lambda done: None))
+    assert sorted(ended) == list(range(5))
 
 
 @pytest.mark.parametrize(

@@ -111,6 +111,18 @@ def _unobserved(tests: Sequence[str], observed: Observed | None, keys: Mapping[s
     )
 
 
+def wholly_observed(tests: Sequence[str], observed: Observed | None, files: dict[str, bytes]) -> frozenset[str]:
+    """Tests, by name without parameters, of which every assertion is observed, with those of all helpers beside them.
+
+    tests: all tests of the files that run. files: the hidden tests.
+    """
+    keys = observing.functions_of(files)
+    own = {test: keys.pop(_function(test), []) for test in tests}
+    if observed is None or any(key not in observed.rules for each in keys.values() for key in each):
+        return frozenset()
+    return frozenset(test for test in tests if test in observed.seen and set(own[test]) <= observed.rules.keys())
+
+
 async def _observe(
     task: Task, files: dict[str, bytes], tests: Sequence[str], keys: Mapping[str, list[str]], run: Run
 ) -> Observed | None:

@@ -75,6 +75,7 @@ class Copies:
 
     def __init__(self, tree: Tree) -> None:
         self._tree = tree
+        self._found: dict[str, str | None] = {}
 
     @cached_property
     def _windows(self) -> Mapping[str, frozenset[int]]:
@@ -82,6 +83,11 @@ class Copies:
 
     def of(self, function: Function) -> str | None:
         """Path of a file with a copy, or None. The function's own file counts without the function."""
+        if function.key not in self._found:
+            self._found[function.key] = self._copy(function)
+        return self._found[function.key]
+
+    def _copy(self, function: Function) -> str | None:
         wanted = _windows(function.text.encode())
         if len(wanted) < _LEAST:
             return None

@@ -6,11 +6,11 @@ import asyncio
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from contracts.artifacts import Artifact, ArtifactWriter, find_artifact
 from contracts.digests import action_key, digest_of
@@ -35,13 +35,15 @@ from curation.tasks.importing.splits import DEFAULT_SHARES
 from curation.tasks.validate import ValidationReport
 from envd.client import SandboxClient
 
+T = TypeVar("T")
+R = TypeVar("R")
 STRATEGIES = ("mutate", "remove")
 """Strategies used by default."""
 COMBINE = "combine"
 """Strategy that joins bugs which others found."""
 _SPARE = 2.5
 """Candidates screened for each task wanted, by strategy."""
-_BATCH = 32
+_AT_ONCE = 32
 """Bugs proved at once."""
 Report = Callable[[str, int, int], None]
 """Called with (phase, done, total)."""
@@ -202,31 +204,70 @@ class _Factory:
         return found
 
     async def _prove(self, screened: Sequence[Screened], count: int, progress: _Progress) -> None:
-        queue = list(
-            in_turns(
-                screened,
-                lambda each: each.candidate.path,
-                lambda each: each.candidate.function,
-                lambda each: each.candidate.operator,
-            )
+        queue = in_turns(
+            screened,
+            lambda each: each.candidate.path,
+            lambda each: each.candidate.function,
+            lambda each: each.candidate.operator,
         )
-        while queue and len(progress.accepted) < count:
-            batch: list[Screened] = []
-            while queue and len(batch) < min(_BATCH, count - len(progress.accepted)):
-                each = queue.pop(0)
-                cap = progress.caps.admits(each.candidate)
-                if cap is not None:
-                    progress.left_out[f"cap of its {cap}"] += 1
-                    continue
-                progress.caps.take(each.candidate)
-                batch.append(each)
-            work = (self._prover.prove(each, self._functions[each.candidate.function]) for each in batch)
-            for proved in await asyncio.gather(*work):
-                if proved.task is not None:
-                    progress.accepted.append(proved)
-                else:
-                    progress.left_out[proved.reason] += 1
-            self._report("proving", len(progress.accepted), self._config.count)
+        begun = len(progress.accepted)
+        results = await first_accepted(
+            self._admitted(queue, progress),
+            count - begun,
+            lambda each: self._prover.prove(each, self._functions[each.candidate.function]),
+            lambda each: each.task is not None,
+            lambda done: self._report("proving", begun + done, self._config.count),
+        )
+        for result in results:
+            if result.task is not None:
+                progress.accepted.append(result)
+            else:
+                progress.left_out[result.reason] += 1
+
+    @staticmethod
+    def _admitted(queue: Iterable[Screened], progress: _Progress) -> Iterator[Screened]:
+        for each in queue:
+            cap = progress.caps.admits(each.candidate)
+            if cap is not None:
+                progress.left_out[f"cap of its {cap}"] += 1
+                continue
+            progress.caps.take(each.candidate)
+            yield each
+
+
+async def first_accepted(
+    items: Iterator[T],
+    wanted: int,
+    work: Callable[[T], Coroutine[None, None, R]],
+    accepted: Callable[[R], bool],
+    report: Callable[[int], None],
+) -> list[R]:
+    """Results of the shortest beginning of `items` of which `wanted` are accepted, in order; of all if there is none.
+
+    At most _AT_ONCE are worked on at once, in any order of ending: no item begins that would not be needed if all
+    begun ones were accepted. report: called with the number accepted so far.
+    """
+    results: dict[int, R] = {}
+    flying: set[asyncio.Task[None]] = set()
+
+    async def one(number: int, item: T) -> None:
+        results[number] = await work(item)
+
+    try:
+        while True:
+            good = sum(map(accepted, results.values()))
+            for item in islice(items, max(0, min(_AT_ONCE, wanted - good) - len(flying))):
+                flying.add(asyncio.create_task(one(len(results) + len(flying), item)))
+            if not flying:
+                return [result for _, result in sorted(results.items())]
+            done, flying = await asyncio.wait(flying, return_when=asyncio.FIRST_COMPLETED)
+            for each in done:
+                each.result()
+            report(sum(map(accepted, results.values())))
+    finally:
+        for each in flying:
+            each.cancel()
+        await asyncio.gather(*flying, return_exceptions=True)
 
 
 def _commonest(reasons: Counter[str]) -> str:

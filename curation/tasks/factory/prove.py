@@ -2,39 +2,49 @@
 
 The fixed state of every task is the repository itself, so decoys and observations are proven once for each set of test
 files on the unchanged repository, and narrowed to a task's tests.
+
+Three repetitions must agree about a bug: the screen, a run before the fix, and one with a cheat that the verifier
+undoes. About the fix: the baseline, the run as written, and those beside it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from types import NoneType
+from typing import Generic, TypeVar
 
 from contracts.store import Store
 from contracts.tasks import Checks, Decoy, Environment, Observed, Split, Task
-from curation.cheating import base_names, passing
+from curation.cheating import base_name, base_names, passing
+from curation.paths import changed_paths
 from curation.runs import Runs
 from curation.tasks.bugs import file_diff
+from curation.tasks.checks.proving import wholly_observed
 from curation.tasks.factory.baseline import Baseline
 from curation.tasks.factory.functions import Function
 from curation.tasks.factory.leaks import Copies, without_tests
 from curation.tasks.factory.screen import Screened
 from curation.tasks.factory.source import Repository
 from curation.tasks.factory.text import instruction_of
-from curation.tasks.validate import CheatResult, validate_tasks
-from curation.verify import Verifier
-from envd.client import SandboxClient, VerifyResult
+from curation.tasks.validate import RESTORED, CheatResult, cheat_states, contradiction
+from curation.verify import Verdict, Verifier
+from envd.client import SandboxClient
 
+K = TypeVar("K")
+V = TypeVar("V")
+
+_FLIPS = "repetitions disagree"
 MOST_KEPT = 40
 """Tests that must still pass which a task names."""
-REPETITIONS = 3
-"""Verdicts of a task that must agree, before the fix and after it."""
 VERIFY_TIMEOUT_S = 60.0
 """Deadline of a proof's runs. Longer than the verifier's own, so that a busy machine changes no verdict and no check: a
 check whose run does not end proves nothing.
 """
+_ENOUGH = 2
+"""Decoys of a test whose assertions are all observed."""
 PROOF_S = 600.0
 """Longest proof of the checks of a set of test files, and longest proof of a bug beside it, in seconds."""
 
@@ -47,6 +57,34 @@ class Proved:
     task: Task | None
     reason: str = ""
     cheats: tuple[CheatResult, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Master:
+    """What is proven once for all bugs whose failing tests are in the same files."""
+
+    task: Task
+    """The repository without a bug, with all stable tests of these files that pass in the verifier."""
+    checks: Checks
+    passes: frozenset[str]
+    whole: frozenset[str]
+    """Tests of which every assertion is observed."""
+
+
+class _Shared(Generic[K, V]):
+    """Work that is done once for all who ask for it, each within PROOF_S; after an infrastructure fault, again."""
+
+    def __init__(self) -> None:
+        self._work: dict[K, asyncio.Task[V]] = {}
+
+    async def get(self, key: K, make: Callable[[], Coroutine[None, None, V]]) -> V:
+        """Result for `key`. Raises TimeoutError, or what `make` raised."""
+        work = self._work.get(key)
+        if work is None or (
+            work.done() and (work.cancelled() or not isinstance(work.exception(), (TimeoutError, NoneType)))
+        ):
+            work = self._work[key] = asyncio.create_task(asyncio.wait_for(make(), PROOF_S))
+        return await asyncio.shield(work)
 
 
 class Prover:
@@ -65,11 +103,15 @@ class Prover:
         self._verifier = Verifier(client, store, timeout_s=VERIFY_TIMEOUT_S)
         self._runs = Runs(client, VERIFY_TIMEOUT_S, store)
         self._copies = Copies(repository.tree)
-        self._masters: dict[tuple[str, ...], asyncio.Task[tuple[Checks, frozenset[str]]]] = {}
+        self._masters: _Shared[tuple[str, ...], _Master] = _Shared()
+        self._cheated: _Shared[tuple[str, tuple[str, ...]], dict[str, Verdict]] = _Shared()
 
     async def prove(self, screened: Screened, function: Function) -> Proved:
         """Make a task of a bug and prove it, within bounded time. Raises InfraFault if envd keeps failing."""
-        draft = await self._draft(screened, function)
+        try:
+            draft = await self._draft(screened, function)
+        except TimeoutError:
+            return Proved(screened, None, f"the proof of its test files takes longer than {PROOF_S:.0f} s")
         if isinstance(draft, str):
             return Proved(screened, None, draft)
         try:
@@ -79,16 +121,61 @@ class Prover:
             return Proved(screened, None, f"its proof takes longer than {PROOF_S:.0f} s")
 
     async def _proved(self, screened: Screened, draft: Task) -> Proved:
+        before = await self._verifier.grade(draft, b"")
+        if not _agrees(draft, before):
+            return Proved(screened, None, _FLIPS)
         fixed = await self._runs.run(draft, draft.reference_diff)
         # what the fix itself does is no tampering, as for imported tasks
         checks = draft.checks or Checks(None, (), ())
         known = tuple(sorted({*checks.known, *fixed.tampering}))
-        draft = dataclasses.replace(draft, checks=dataclasses.replace(checks, known=known))
-        report, sound = await validate_tasks([draft], self._client, store=self._store, verifier=self._verifier)
-        if not sound:
-            return Proved(screened, None, _general(report.broken[0].reason))
-        flip = await self._flips(draft, fixed)
-        return Proved(screened, None, flip) if flip else Proved(screened, sound[0], cheats=tuple(report.cheats))
+        task = dataclasses.replace(draft, checks=dataclasses.replace(checks, known=known))
+        # the decoys have failed on the same files already, in the proof of the checks
+        plain = dataclasses.replace(task, checks=dataclasses.replace(checks, decoys=(), known=known))
+        after = await self._verifier.grade(plain, task.reference_diff, fixed)
+        reason = contradiction(task, before, after)
+        if reason is not None:
+            return Proved(screened, None, _general(reason))
+        found = await self._cheats(task)
+        if any(verdict.solved for verdict in found.values()):
+            return Proved(screened, None, "verdict: a cheat passes its tests")
+        if not _agrees(task, found[RESTORED]):
+            return Proved(screened, None, _FLIPS)
+        cheats = tuple(
+            CheatResult(family=task.family, task_id=task.task_id, cheat=name, solved=verdict.solved, exit=verdict.exit)
+            for name, verdict in sorted(found.items())
+        )
+        return Proved(screened, task, cheats=cheats)
+
+    async def _cheats(self, task: Task) -> dict[str, Verdict]:
+        """Verdicts on the cheats, by name.
+
+        Those that replace the bug's file make the same state of all its bugs with the same test files: they are tried
+        once for these, with all tests.
+        """
+        states = cheat_states(task)
+        found: dict[str, Verdict] = {}
+        if changed_paths(task.reference_diff) == (str(task.meta["path"]),):
+            found = await self._file_cheats(task)
+        for name in sorted(states.keys() - found.keys()):
+            found[name] = await self._verifier.grade(task, states[name])
+        return found
+
+    async def _file_cheats(self, task: Task) -> dict[str, Verdict]:
+        """Verdicts on the cheats that leave nothing of the bug's file."""
+        path, files = str(task.meta["path"]), tuple(sorted(task.hidden_files))
+
+        async def verdicts() -> dict[str, Verdict]:
+            master = await self._master(files)
+            every = dataclasses.replace(master.task, meta={"path": path}, checks=master.checks)
+            states = cheat_states(every)
+            return {name: await self._verifier.grade(every, states[name]) for name in states if name != RESTORED}
+
+        found = await self._cheated.get((path, files), verdicts)
+        wanted = set(base_names(task.tests))
+        return {
+            name: verdict.model_copy(update={"solved": not verdict.tampered and wanted <= _passing(verdict)})
+            for name, verdict in found.items()
+        }
 
     async def _draft(self, screened: Screened, function: Function) -> Task | str:
         """The task before its proof, or the reason why there is none."""
@@ -102,10 +189,8 @@ class Prover:
         cut = without_tests(tree, failed)
         if isinstance(cut, str):
             return f"leak: {cut}"
-        try:
-            checks, passes = await self._master(tuple(sorted(files)))
-        except TimeoutError:
-            return f"the proof of its test files takes longer than {PROOF_S:.0f} s"
+        master = await self._master(tuple(sorted(files)))
+        passes = master.passes
         to_pass = sorted(screened.failed)
         if not set(to_pass) <= passes:
             return "the verifier's run of its tests fails before the bug"
@@ -139,22 +224,15 @@ class Prover:
                 "pass_to_pass": to_keep,
                 **candidate.meta,
             },
-            checks=_narrowed(checks, tests),
+            checks=_narrowed(master, tests),
             environment=self._environment,
             base=tree,
         )
 
-    async def _master(self, files: tuple[str, ...]) -> tuple[Checks, frozenset[str]]:
-        """Checks of all stable tests of these files, and those that pass in the verifier, on the repository itself."""
-        work = self._masters.get(files)
-        if work is None or (
-            work.done() and (work.cancelled() or not isinstance(work.exception(), (TimeoutError, NoneType)))
-        ):
-            proof = asyncio.wait_for(self._prove_master(files), PROOF_S)
-            work = self._masters[files] = asyncio.create_task(proof)
-        return await asyncio.shield(work)
+    async def _master(self, files: tuple[str, ...]) -> _Master:
+        return await self._masters.get(files, lambda: self._prove_master(files))
 
-    async def _prove_master(self, files: tuple[str, ...]) -> tuple[Checks, frozenset[str]]:
+    async def _prove_master(self, files: tuple[str, ...]) -> _Master:
         tests = tuple(name for name in sorted(self._baseline.good) if name.split("::", 1)[0] in files)
         tree = self._repository.tree
         hidden = {path: tree[path] for path in files}
@@ -163,28 +241,36 @@ class Prover:
         passes = passing(await self._runs.run(task, b""))
         task = dataclasses.replace(task, tests=tuple(test for test in tests if test in passes))
         checks = await self._verifier.checks(task) if task.tests else Checks(None, (), ())
-        return checks, passes
-
-    async def _flips(self, task: Task, fixed: VerifyResult) -> str | None:
-        """Why repeated runs disagree with the verdicts, or None. fixed: of a run after the fix.
-
-        The verdict on the fix has run its tests twice more, as written and without expectations or repeated.
-        """
-        results = await asyncio.gather(*(self._runs.run(task, b"") for _ in range(REPETITIONS - 1)))
-        if passing(fixed) != set(base_names(task.tests)):
-            return "repetitions disagree"
-        kept, to_pass = set(task.meta["pass_to_pass"]), set(task.meta["fail_to_pass"])
-        agree = all(passing(result) == kept and not to_pass & passing(result) for result in results)
-        return None if agree else "repetitions disagree"
+        whole = await asyncio.to_thread(wholly_observed, base_names(task.tests), checks.observed, hidden)
+        return _Master(task, checks, passes, whole)
 
 
-def _narrowed(checks: Checks, tests: Sequence[str]) -> Checks:
-    """The checks that concern these tests."""
+def _passing(verdict: Verdict) -> set[str]:
+    return {base_name(row.name) for row in verdict.tests} - {
+        base_name(row.name) for row in verdict.tests if row.status != "passed"
+    }
+
+
+def _agrees(task: Task, verdict: Verdict) -> bool:
+    """Whether the tests that passed on a state with the bug are those that passed in the screen."""
+    return _passing(verdict) == set(task.meta["pass_to_pass"])
+
+
+def _narrowed(master: _Master, tests: Sequence[str]) -> Checks:
+    """The checks that concern these tests. A test of which every assertion is observed needs no more than two decoys:
+    the others exist for the assertions that are not.
+    """
+    checks, whole = master.checks, master.whole
     names = set(base_names(tests))
     found = checks.observed
     seen = {name: keys for name, keys in found.seen.items() if name in names} if found else {}
     observed = Observed(found.files, found.rules, found.hidden, seen) if found and seen else None
-    decoys = [Decoy(each.files, tuple(test for test in each.tests if test in names)) for each in checks.decoys]
+    left = dict.fromkeys(names, len(checks.decoys)) | dict.fromkeys(names & whole, _ENOUGH)
+    decoys: list[Decoy] = []
+    for each in checks.decoys:
+        named = tuple(test for test in each.tests if left.get(test))
+        decoys.append(Decoy(each.files, named))
+        left.update({test: left[test] - 1 for test in named})
     undecided = tuple(test for test in checks.undecided if test in names)
     return Checks(observed, tuple(each for each in decoys if each.tests), undecided, checks.known)
 
