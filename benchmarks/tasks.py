@@ -1,16 +1,18 @@
 """Tasks: suites made of packages of an index, without a setting for any: yields, time, and speed of the screen.
 
 For each package, `triplane tasks make` runs in its own store; then the oracle, noop and an agent that searches its
-sandbox for the solution (`tasks_attacker`) play the suite. The screen is compared with one pytest process in a sandbox
-for each candidate, on the same candidates and tests.
+sandbox for the solution (`tasks_attacker`) play tasks of the suite. The screen is compared with one pytest process in
+a sandbox for each candidate, on the same candidates and tests.
 """
 
 from __future__ import annotations
 
 import asyncio
 import shlex
+import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -49,6 +51,8 @@ class TasksOptions(Options):
     """Pinned packages whose source distributions hold tests, with commas between."""
     count: int = Field(500, ge=1)
     """Tasks wanted of each package."""
+    played: int = Field(50, ge=1)
+    """Tasks of each package that the agents play, spread over its suite."""
     compared: int = Field(20, ge=0)
     """Candidates of the first package that are also run in one pytest process each."""
     folder: str = ""
@@ -83,7 +87,9 @@ async def _run(options: TasksOptions, folder: Path, address: str) -> Result:
     packages = options.packages.split(",")
     async with SandboxClient(address) as client:
         for pin in packages:
-            rows.append(await _package(pin, options.count, folder / pin.split("==")[0], client))
+            print(f"{pin} ...", file=sys.stderr, flush=True)
+            rows.append(await _package(pin, options, folder / pin.split("==")[0], client))
+            print(rows[-1], file=sys.stderr, flush=True)
         speedup = await _speedup(packages[0], options.compared, folder / "screen", client) if options.compared else {}
     working = [row for row in rows if row["tasks"]]
     metrics = {
@@ -94,27 +100,36 @@ async def _run(options: TasksOptions, folder: Path, address: str) -> Result:
         "oracle_score": min((row["oracle"] for row in working), default=0.0),
         "noop_score": max((row["noop"] for row in working), default=1.0),
         "search_score": max((row["search"] for row in working), default=1.0),
+        "searched": float(sum(row["played"] for row in rows)),
+        "in_two_splits": float(sum(row["in_two_splits"] for row in rows)),
         **speedup,
     }
     whole = (options.packages, options.count) == (PACKAGES, 500)
     return Result(metrics, rows, judged=whole)
 
 
-async def _package(pin: str, count: int, folder: Path, client: SandboxClient) -> dict[str, Any]:
+async def _package(pin: str, options: TasksOptions, folder: Path, client: SandboxClient) -> dict[str, Any]:
     store, began = open_store(str(folder)), time.perf_counter()
-    row: dict[str, Any] = {"package": pin, "tasks": 0, "seconds": 0.0, **dict.fromkeys(_AGENTS, 0.0), "note": ""}
+    row: dict[str, Any] = {"package": pin, "tasks": 0, "seconds": 0.0, "played": 0, **dict.fromkeys(_AGENTS, 0.0)}
+    row |= {"in_two_splits": 0, "note": ""}
     try:
-        suite = await make_suite(f"pypi:{pin}", MakeConfig(count), DEFAULT_SHARES, store, client)
+        suite = await make_suite(f"pypi:{pin}", MakeConfig(options.count), DEFAULT_SHARES, store, client)
     except TriplaneError as error:
         return row | {"seconds": round(time.perf_counter() - began, 1), "note": str(error)[:200]}
     seconds = round(time.perf_counter() - began, 1)
     tasks = list(suite_tasks(suite, None).values())
+    some = tasks[:: max(1, -(-len(tasks) // options.played))]
     scores = {}
     for name in _AGENTS:
         agent: Agent = Searcher() if name == "search" else agent_named(name)
-        played = await play_suite(tasks, agent, client, Verifier(client, None, runtimes=store))
+        played = await play_suite(some, agent, client, Verifier(client, None, runtimes=store))
         scores[name] = sum(each.verdict.solved for each in played) / len(played)
-    return row | {"tasks": len(tasks), "seconds": seconds, **scores}
+    splits = defaultdict[str, set[str]](set)
+    for task in tasks:
+        for place in (str(task.meta["path"]), str(task.meta["function"])):
+            splits[place].add(task.split.value)
+    shared = sum(len(each) > 1 for each in splits.values())
+    return row | {"tasks": len(tasks), "seconds": seconds, "played": len(some), **scores, "in_two_splits": shared}
 
 
 async def _speedup(pin: str, count: int, folder: Path, client: SandboxClient) -> dict[str, float]:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import tarfile
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 from contracts.artifacts import list_artifacts
+from contracts.runtimes import ARCHIVE
 from contracts.store import open_store
 from curation.tasks.agents import agent_named, play_suite
-from curation.tasks.factory.environment import needs_runtime, plugins_of, pytest_settings
+from curation.tasks.factory.environment import needs_index, plugins_of, pytest_settings, sources_of
 from curation.tasks.factory.make import MakeConfig, make_suite
 from curation.tasks.importing.splits import DEFAULT_SHARES
 from curation.tasks.inspect import suite_tasks
-from curation.tasks.runtimes import Project
+from curation.tasks.runtimes import Project, build_runtime, lock_installed
 from curation.verify import Verifier
 from envd.client import SandboxClient
 from envd.local import TRUSTED, LocalEnvd
@@ -59,12 +61,27 @@ def test_plugins_that_change_runs_are_left_out() -> None:
         (["pytest>=7", "coverage[toml]"], "absent-package", False),
         (["colorama; sys_platform == 'win32'"], "absent-package", False),
         (["freezegun"], "absent-package", True),
-        ([], "click", True),  # envd's sandboxes would show the solution of its tasks
+        (["pytest>=7,<8"], "absent-package", True),  # another one than is installed here
+        ([], "click", False),
+        ([], "coverage", True),  # the installed one would be the solution of its tasks
         ([], "no valid name", False),
     ],
 )
-def test_runtime_is_needed_for_packages_that_sandboxes_lack(requirements: list[str], name: str, want: bool) -> None:
-    assert needs_runtime(Project(name, "1", requirements), "other") is want
+def test_an_index_is_asked_for_packages_that_are_not_pytests(requirements: list[str], name: str, want: bool) -> None:
+    assert needs_index(Project(name, "1", requirements)) is want
+
+
+def test_runtime_of_what_is_installed_is_pytest_alone_with_equal_bytes(tmp_path: Path) -> None:
+    lock = lock_installed(Project("sums", "1.5", []))
+    built = [build_runtime(open_store(str(tmp_path / name)), lock) for name in ("one", "two")]
+    assert len({each.meta["digest"] for each in built}) == 1
+    assert {each["name"].lower() for each in built[0].json("packages.json")} >= {"pytest", "pluggy", "coverage"}
+    with tarfile.open(built[0].path(ARCHIVE)) as archive:
+        names = archive.getnames()
+    tops = {name.partition("/")[0] for name in names}
+    assert {"pytest", "_pytest", "coverage", "sums-1.5.dist-info"} <= tops
+    assert not tops & {"torch", "dagster", "sums", "bin"} and not any("__pycache__" in name for name in names)
+    assert "pytest/__init__.py" in sources_of(built[0])
 
 
 PACK = {

@@ -156,10 +156,13 @@ def test_copies_of_a_function_are_found_wherever_they_are() -> None:
     functions = functions_of(MODULE)
     clamp = functions["pack/core.py::clamp"]
     tree = {"pack/core.py": MODULE.encode(), "other/old.txt": MODULE.replace("value", "value").encode()}
-    assert Copies(tree).of(clamp) == "other/old.txt"
-    assert Copies({"pack/core.py": MODULE.encode()}).of(clamp) is None
+    alone = {"pack/core.py": MODULE.encode()}
+    assert Copies(tree, {}).of(clamp) == "other/old.txt"
+    assert Copies(alone, {}).of(clamp) is None
+    packages = {"x.py": b"", "vendored/copy.py": MODULE.encode() + b"x = 1\n"}
+    assert Copies(alone, packages).of(clamp) == "vendored/copy.py"
     twice = functions_of(MODULE + MODULE.replace('"""é moves byte offsets."""', ""))["pack/core.py::clamp"]
-    assert Copies({"pack/core.py": twice.source.data}).of(twice) == "pack/core.py"
+    assert Copies({"pack/core.py": twice.source.data}, {}).of(twice) == "pack/core.py"
 
 
 def test_no_text_holds_a_line_of_the_fix() -> None:

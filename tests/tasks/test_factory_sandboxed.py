@@ -15,12 +15,12 @@ from with_client import with_client
 
 from contracts.artifacts import list_artifacts
 from contracts.store import Store, open_store
-from contracts.tasks import Environment, Split, Task
+from contracts.tasks import Split, Task
 from curation.errors import TaskError
 from curation.tasks.agents import agent_named, play_suite
 from curation.tasks.factory import prove
 from curation.tasks.factory.baseline import run_baseline
-from curation.tasks.factory.environment import Surroundings
+from curation.tasks.factory.environment import surroundings_of
 from curation.tasks.factory.guest import Guest
 from curation.tasks.factory.make import MakeConfig, covered_functions, make_suite
 from curation.tasks.factory.screen import CHUNK, screen
@@ -188,10 +188,12 @@ def test_tasks_of_a_package_are_solved_by_their_reference_alone(tmp_path: Path, 
     for task in tasks:
         check_task(task, source)
     played = with_client(
-        trusted, lambda client: play_suite(tasks, agent_named("oracle"), client, Verifier(client, None))
+        trusted, lambda client: play_suite(tasks, agent_named("oracle"), client, Verifier(client, None, runtimes=store))
     )
     assert all(each.verdict.solved for each in played)
-    idle = with_client(trusted, lambda client: play_suite(tasks, agent_named("noop"), client, Verifier(client, None)))
+    idle = with_client(
+        trusted, lambda client: play_suite(tasks, agent_named("noop"), client, Verifier(client, None, runtimes=store))
+    )
     assert not any(each.verdict.solved for each in idle)
     again = open_store(str(tmp_path / "again"))
     assert made(source, again, trusted, count=10, strategies=("mutate", "remove", "combine")) == suite.ref.digest
@@ -211,7 +213,7 @@ def test_more_candidates_than_one_sandbox_screens_give_tasks(tmp_path: Path, tru
     repository = read_repository(str(source), store)
 
     async def screened(client: SandboxClient) -> float:
-        guest = Guest(client, repository.tree, Surroundings(Environment(), None))
+        guest = Guest(client, repository.tree, surroundings_of(repository, store))
         baseline = await run_baseline(repository, guest, store)
         found = covered_functions(repository, baseline)
         context = Context(repository, found, baseline.lines, 0, 8, None)
@@ -237,7 +239,10 @@ def test_a_fix_that_looks_at_frames_solves_its_task(tmp_path: Path, trusted: str
     assert tasks, suite.json("card.json")["left_out"]
     for agent, solved in (("oracle", True), ("noop", False)):
         played = with_client(
-            trusted, lambda client, agent=agent: play_suite(tasks, agent_named(agent), client, Verifier(client, None))
+            trusted,
+            lambda client, agent=agent: play_suite(
+                tasks, agent_named(agent), client, Verifier(client, None, runtimes=store)
+            ),
         )
         assert [each.verdict.solved for each in played] == [solved] * len(tasks)
 
@@ -268,7 +273,7 @@ def test_unstable_tests_are_named_with_their_cause_and_never_used(tmp_path: Path
     baseline = with_client(
         trusted,
         lambda client: run_baseline(
-            repository, Guest(client, repository.tree, Surroundings(Environment(), None)), store
+            repository, Guest(client, repository.tree, surroundings_of(repository, store)), store
         ),
     )
     for name, (words, _) in UNSTABLE.items():

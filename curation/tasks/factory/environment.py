@@ -8,6 +8,7 @@ import dataclasses
 import shlex
 import sys
 import sysconfig
+import tarfile
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,15 +20,16 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from contracts.artifacts import Artifact
+from contracts.runtimes import ARCHIVE
 from contracts.store import Store
 from contracts.tasks import Environment
 from curation.errors import TaskError
 from curation.tasks.factory.source import Repository
 from curation.tasks.factory.steps import recall, record, step_key
-from curation.tasks.runtimes import Lock, Project, build_runtime, read_project, resolve
+from curation.tasks.runtimes import Lock, Project, build_runtime, lock_installed, read_project, resolve
 
 _ALWAYS = frozenset({"pytest", "pluggy", "iniconfig", "packaging", "pygments", "coverage"})
-"""Packages that envd's sandboxes always show."""
+"""Packages that are installed beside envd for running tests."""
 _CHANGE_RUNS = (
     "_hypothesis_pytestplugin pytest_cov pytest_html pytest_metadata pytest_mypy pytest_mypy_plugins"
     " pytest_randomly pytest_rerunfailures pytest_sugar pytest_timeout random_order testmon xdist"
@@ -44,8 +46,8 @@ class Surroundings:
     """What a repository's tests run in."""
 
     environment: Environment
-    runtime: Artifact | None
-    """The artifact behind `environment.runtime`, or None for the packages of envd's sandboxes."""
+    runtime: Artifact
+    """The artifact behind `environment.runtime`."""
 
 
 def surroundings_of(
@@ -53,20 +55,27 @@ def surroundings_of(
 ) -> Surroundings:
     """Resolve and publish the packages that a repository's tests need, without running any of its code.
 
-    A repository that needs none beside pytest's, and is not installed beside envd itself, needs no runtime. index: URL
-    of a package index. wheelhouse: folder of wheels, used instead. Raises TaskError in one line.
+    If these are pytest's alone, they are taken from what is installed here, and no index is asked: the tasks do not see
+    envd's other packages, in which copies of their code may stand. index: URL of a package index. wheelhouse: folder of
+    wheels, used instead. Raises TaskError in one line.
     """
     try:
         project = read_project(repository.tree)
         settings = pytest_settings(repository.tree)
-        if not needs_runtime(project, repository.name):
-            return Surroundings(Environment(ini=settings), None)
-        lock = _lock(project, store, index, wheelhouse)
+        asks = needs_index(project)
+        lock = _lock(project, store, index, wheelhouse) if asks else lock_installed(project)
         runtime = build_runtime(store, lock, index=index, wheelhouse=wheelhouse)
     except TaskError as error:
         raise TaskError(f"{repository.source}: {error}") from error
     environment = Environment(runtime.meta["digest"], tuple(plugins_of(runtime.json("packages.json"))), settings)
     return Surroundings(environment, runtime)
+
+
+def sources_of(runtime: Artifact) -> dict[str, bytes]:
+    """Python sources of a runtime's packages, by path."""
+    with tarfile.open(runtime.path(ARCHIVE)) as archive:
+        members = ((each, archive.extractfile(each)) for each in archive if each.name.endswith(".py"))
+        return {each.name: file.read() for each, file in members if file is not None}
 
 
 def _lock(project: Project, store: Store, index: str | None, wheelhouse: Path | None) -> Lock:
@@ -79,19 +88,14 @@ def _lock(project: Project, store: Store, index: str | None, wheelhouse: Path | 
     return Lock.model_validate(found)
 
 
-def needs_runtime(project: Project, name: str) -> bool:
-    """Whether tests need packages that envd's sandboxes lack, or would find the repository's code among theirs."""
+def needs_index(project: Project) -> bool:
+    """Whether tests need other packages than pytest's, or other versions; or the repository is one of these."""
     wanted = [Requirement(each) for each in project.requirements]
-    names = {canonicalize_name(each.name) for each in wanted if each.marker is None or each.marker.evaluate()}
-    return not names <= _ALWAYS or _is_installed(project.name or name)
-
-
-def _is_installed(name: str) -> bool:
-    try:
-        metadata.distribution(name)
-    except (metadata.PackageNotFoundError, ValueError):
-        return False
-    return True
+    wanted = [each for each in wanted if each.marker is None or each.marker.evaluate()]
+    names = {canonicalize_name(each.name) for each in wanted}
+    if not names <= _ALWAYS or canonicalize_name(project.name) in _ALWAYS:
+        return True
+    return not all(each.specifier.contains(metadata.version(each.name), prereleases=True) for each in wanted)
 
 
 def plugins_of(packages: list[dict[str, Any]]) -> list[str]:

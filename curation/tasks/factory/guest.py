@@ -109,9 +109,8 @@ class Guest:
         return await asyncio.shield(self._template)
 
     async def _send(self) -> str:
-        if self._around.runtime is not None:
-            archive = await asyncio.to_thread(self._around.runtime.path, ARCHIVE)
-            await self._client.put_runtime(self._around.environment.runtime, archive)
+        archive = await asyncio.to_thread(self._around.runtime.path, ARCHIVE)
+        await self._client.put_runtime(self._around.environment.runtime, archive)
         return await self._client.put_template(self._tree)
 
     @property

@@ -71,10 +71,12 @@ def _cut(data: bytes, starts: set[int]) -> bytes | None:
 
 
 class Copies:
-    """Finds files of a tree, other than a function's own, that hold most of its code."""
+    """Finds files, other than a function's own, that hold most of its code."""
 
-    def __init__(self, tree: Tree) -> None:
-        self._tree = tree
+    def __init__(self, tree: Tree, packages: Mapping[str, bytes]) -> None:
+        """packages: sources beside the tree that an agent can read."""
+        self._tree, self._packages = tree, packages
+        self._of_packages: dict[str, frozenset[int]] = {}
         self._found: dict[str, str | None] = {}
 
     @cached_property
@@ -96,6 +98,14 @@ class Copies:
         for path, found in self._windows.items():
             there = _windows(rest) if path == source.path else found
             if len(wanted & there) > MOST_CONTAINED * len(wanted):
+                return path
+        definition = f"def {function.qualname.rpartition('.')[2]}(".encode()
+        for path, data in self._packages.items():
+            if definition not in data:
+                continue
+            if path not in self._of_packages:
+                self._of_packages[path] = _windows(data)
+            if len(wanted & self._of_packages[path]) > MOST_CONTAINED * len(wanted):
                 return path
         return None
 

@@ -132,7 +132,7 @@ async def make_suite(
     most = max(8, math.ceil(2 * _SPARE * config.count / len(functions)))
     context = Context(repository, functions, baseline.lines, config.seed, most, older)
     drawn = [each for strategy in strategies for each in draw(list(strategy(context)), config)]
-    prover = Prover(repository, around.environment, baseline, client, store)
+    prover = Prover(repository, around, baseline, client, store)
     progress = await _Factory(config, context, baseline, guest, prover, store, report).run(drawn)
     if not progress.accepted:
         raise TaskError(f"{source} gave no task: {_commonest(progress.left_out)}")
@@ -290,7 +290,7 @@ def _publish(
     tasks.sort(key=lambda task: (list(Split).index(task.split), task.task_id))
     families = dict(sorted(Counter(task.family for task in tasks).items()))
     splits = Counter(task.split.value for task in tasks)
-    parents = {"runtime": around.runtime.ref} if around.runtime is not None else {}
+    parents = {"runtime": around.runtime.ref}
     with ArtifactWriter(
         store, "task_suite", key, parents=parents, config=settings, code_version=FACTORY_VERSION
     ) as out:
@@ -332,7 +332,7 @@ def _card(
         "repository": repository.digest,
         "licence": repository.licence,
         "environment": around.environment.to_values(),
-        "packages": around.runtime.json("packages.json") if around.runtime is not None else [],
+        "packages": around.runtime.json("packages.json"),
         "tests": {"stable": len(baseline.good), "unused": dict(sorted(baseline.bad.items()))},
         "strategies": {
             name: {"candidates": progress.tried[name], "noticed": progress.noticed[name], "tasks": proved[name]}

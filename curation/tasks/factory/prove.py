@@ -17,13 +17,14 @@ from types import NoneType
 from typing import Generic, TypeVar
 
 from contracts.store import Store
-from contracts.tasks import Checks, Decoy, Environment, Observed, Split, Task
+from contracts.tasks import Checks, Decoy, Observed, Split, Task
 from curation.cheating import base_name, base_names, passing
 from curation.paths import changed_paths
 from curation.runs import Runs
 from curation.tasks.bugs import file_diff
 from curation.tasks.checks.proving import wholly_observed
 from curation.tasks.factory.baseline import Baseline
+from curation.tasks.factory.environment import Surroundings, sources_of
 from curation.tasks.factory.functions import Function
 from curation.tasks.factory.leaks import Copies, without_tests
 from curation.tasks.factory.screen import Screened
@@ -93,16 +94,16 @@ class Prover:
     def __init__(
         self,
         repository: Repository,
-        environment: Environment,
+        around: Surroundings,
         baseline: Baseline,
         client: SandboxClient,
         store: Store,
     ) -> None:
         self._repository, self._baseline, self._store, self._client = repository, baseline, store, client
-        self._environment = environment
+        self._environment = around.environment
         self._verifier = Verifier(client, store, timeout_s=VERIFY_TIMEOUT_S)
         self._runs = Runs(client, VERIFY_TIMEOUT_S, store)
-        self._copies = Copies(repository.tree)
+        self._copies = Copies(repository.tree, sources_of(around.runtime))
         self._masters: _Shared[tuple[str, ...], _Master] = _Shared()
         self._cheated: _Shared[tuple[str, tuple[str, ...]], dict[str, Verdict]] = _Shared()
 
@@ -180,7 +181,7 @@ class Prover:
     async def _draft(self, screened: Screened, function: Function) -> Task | str:
         """The task before its proof, or the reason why there is none."""
         candidate, tree = screened.candidate, self._repository.tree
-        copy = self._copies.of(function)
+        copy = await asyncio.to_thread(self._copies.of, function)
         if copy is not None:
             return "leak: a file holds a copy of the fixed code"
         good = self._baseline.good

@@ -31,22 +31,36 @@ def build_runtime(store: Store, lock: Lock, *, index: str | None = None, wheelho
     found = find_artifact(store, KIND, lock.key)
     if found is not None:
         return found
-    config = lock.model_dump(mode="json")
-    with ArtifactWriter(store, KIND, lock.key, parents={}, config=config, code_version=RUNTIME_VERSION) as out:
-        site, listed = out.directory / "site", out.directory / "requirements.txt"
-        listed.write_text("".join(f"{each}\n" for each in lock.packages))
-        command = ["pip", "install", "--target", str(site), "--require-hashes", "--no-deps", "--link-mode", "copy"]
-        uv([*command, "-r", str(listed)], out.directory, index, wheelhouse, "its packages can't be installed")
+    with ArtifactWriter(store, KIND, lock.key, parents={}, config=lock.settings, code_version=RUNTIME_VERSION) as out:
+        site = out.directory / "site"
+        if lock.installed:
+            _copy_installed(lock, site)
+        else:
+            listed = out.directory / "requirements.txt"
+            listed.write_text("".join(f"{each}\n" for each in lock.packages))
+            command = ["pip", "install", "--target", str(site), "--require-hashes", "--no-deps", "--link-mode", "copy"]
+            uv([*command, "-r", str(listed)], out.directory, index, wheelhouse, "its packages can't be installed")
+            listed.unlink()
         licences = [_about(each) for each in sorted(site.glob("*.dist-info"))]
         _tidy(site)
         _add_own(site, lock)
         size = _pack(site, out.directory / ARCHIVE)
         digest = file_sha256(out.directory / ARCHIVE)
         shutil.rmtree(site)
-        listed.unlink()
         out.add_file(ARCHIVE, sha256=digest)
         out.add_json("packages.json", licences)
         return out.commit(meta={"digest": digest, "packages": len(licences), "bytes": size})
+
+
+def _copy_installed(lock: Lock, site: Path) -> None:
+    """Copy the files of installed distributions, without programs and byte code."""
+    for package in lock.packages:
+        for file in metadata.distribution(package.partition("==")[0]).files or ():
+            if ".." in file.parts or "__pycache__" in file.parts:
+                continue
+            target = site / file
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(str(file.locate()), target)
 
 
 def _about(directory: Path) -> dict[str, Any]:

@@ -10,12 +10,13 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from packaging.utils import canonicalize_name
 from pydantic import Field
 
 from contracts.artifacts import Frozen
-from contracts.digests import action_key
+from contracts.digests import action_key, sha256
 from curation.errors import TaskError
 from curation.tasks.runtimes.metadata import Project, read_project
 
@@ -40,11 +41,18 @@ class Lock(Frozen):
     entry_points: dict[str, dict[str, str]] = Field(default_factory=dict)
     left_out: tuple[str, ...] = ()
     """Requirements that can't be locked by hash."""
+    installed: bool = False
+    """Whether the packages are those installed here; each hash is that of the distribution's RECORD."""
 
     @property
     def key(self) -> str:
         """Action key of the runtime."""
-        return action_key("runtime", {}, self.model_dump(mode="json"), RUNTIME_VERSION)
+        return action_key("runtime", {}, self.settings, RUNTIME_VERSION)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What makes the runtime."""
+        return self.model_dump(mode="json", exclude=None if self.installed else {"installed"})
 
 
 def resolve(
@@ -73,15 +81,30 @@ def resolve(
         uv(command, scratch, index, wheelhouse, "its packages can't be resolved")
         lines = locked.read_text().replace("\\\n", " ").splitlines()
     packages = tuple(sorted(" ".join(line.split()) for line in lines if line and not line.startswith("#")))
-    return Lock(
-        name=project.name,
-        version=project.version,
-        python=f"{sys.version_info.major}.{sys.version_info.minor}",
-        platform=sysconfig.get_platform(),
-        packages=packages,
-        entry_points=project.entry_points,
-        left_out=tuple(project.left_out),
-    )
+    return Lock(**_about(project), packages=packages, left_out=tuple(project.left_out))
+
+
+def lock_installed(project: Project) -> Lock:
+    """Lock pytest and coverage as they are installed here, for a repository that needs nothing else.
+
+    No index is asked.
+    """
+    packages = []
+    for name in (*_PYTEST, "coverage"):
+        found = metadata.distribution(name)
+        record = sha256((found.read_text("RECORD") or "").encode())
+        packages.append(f"{name}=={found.version} --hash=sha256:{record}")
+    return Lock(**_about(project), packages=tuple(sorted(packages)), installed=True)
+
+
+def _about(project: Project) -> dict[str, Any]:
+    return {
+        "name": project.name,
+        "version": project.version,
+        "python": f"{sys.version_info.major}.{sys.version_info.minor}",
+        "platform": sysconfig.get_platform(),
+        "entry_points": project.entry_points,
+    }
 
 
 def uv(
