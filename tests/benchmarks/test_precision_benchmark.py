@@ -10,6 +10,8 @@ import torch
 from benchmarks.precision import PrecisionOptions, run
 from benchmarks.result import NotHereError
 
+pytestmark = pytest.mark.slow
+
 TINY = {
     "layers": 1,
     "hidden": 128,

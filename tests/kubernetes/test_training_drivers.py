@@ -20,6 +20,8 @@ from tests.kubernetes.driver import start_driver
 from tests.kubernetes.test_training_faults import await_empty, created
 from tests.kubernetes.trainings import launch_as_job
 
+pytestmark = pytest.mark.slow
+
 TALK = """
 import sys, time
 from trainer.pipes import open_pipes

@@ -25,6 +25,8 @@ from tests.kubernetes.test_training_drivers import await_words, steps_of, talk
 from tests.kubernetes.test_training_faults import SECOND, await_empty, created, fails_once, meanwhile, script
 from tests.kubernetes.trainings import launch_as_job
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def jobsets(cluster: Cluster) -> Cluster:

@@ -17,7 +17,7 @@ from inference.engines.fleet import FleetEngine, give_back_fleet
 from inference.errors import EngineStopped, EngineUnreachable, StaleVersion, WeightsDiffer
 from tests.vllm.fleet_servers import StubServer, free_port
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 FIRST, SECOND = "a" * 64, "b" * 64
 Policies = tuple[Path, Path]
 
