@@ -30,6 +30,7 @@ CATALOG: Mapping[str, str] = {
     "envd-fuzz": "malformed and hostile requests to every method: the server stays available and correct",
     "envd-templates": "templates of tasks of one repository, sent as patches of its tree: bytes on disk, milliseconds",
     "tasks": "suites made of twelve packages without a setting: yields, time, speed of the screen, oracle and noop",
+    "flips": "verdicts on tasks of a made suite, repeated beside busy processes: none may change",
     "verdicts": "forged final states detected, honest ones accepted, and milliseconds per verification",
     "kernels": "TFLOP/s and TB/s of the FP8 kernels on a GPU, compared with the card's ceilings and torch's products",
     "memory": "peak memory of the trainer's output head at a large vocabulary, in tiles and plain: bytes and errors",
