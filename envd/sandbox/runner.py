@@ -93,9 +93,11 @@ def run_tests(
     changed: files of the diff. configuration: further options, of `configured`.
     Call at most once per process, which must exit afterwards.
     """
-    sys.path[:0] = [str(root), str(root / "src")] if src else [str(root)]
     files = dict.fromkeys(test.split("::", 1)[0] for test in tests)
     present = [root / path for path in files if (root / path).is_file()]
+    if any(b"hypothesis" in path.read_bytes() for path in present):
+        _without_shrinking()
+    sys.path[:0] = [str(root), str(root / "src")] if src else [str(root)]
     running = [""]
     observing.install(lambda key, value: send("see", running[0], key, "", value))
     auditing.install(root, origin.template, changed, origin.hidden, lambda name: send("tamper", status=name))
@@ -116,6 +118,20 @@ def run_tests(
         options = [each for each in _arguments(root) if not (conftests and each == "--noconftest")]
         pytest.main([*options, *configuration, *map(str, present)], plugins=[recorder])
     send("end")
+
+
+def _without_shrinking() -> None:
+    """Let Hypothesis stop at the first failing example, if it is installed: its search for a simpler one takes minutes.
+
+    Call it before the final state's folders are on the path.
+    """
+    try:
+        from hypothesis import Phase, settings
+    except ImportError:
+        return
+    phases = (Phase.explicit, Phase.reuse, Phase.generate, Phase.target)
+    settings.register_profile("unshrunk", settings.default, phases=phases)
+    settings.load_profile("unshrunk")
 
 
 def configured(plugins: Sequence[str], ini: Mapping[str, str]) -> list[str]:

@@ -357,3 +357,32 @@ def test_a_task_with_a_src_folder_and_conftest_files_runs_as_its_authors_run_it(
     cheat["src/pack/__init__.py"] = "def add(a, b):\n    return 0\n"
     cheat["tests/unit/conftest.py"] = cheat["tests/conftest.py"]
     assert statuses(anywhere.verify(cheat, files=files, hidden=hidden, tests=tests)) == ["failed"]
+
+
+def test_hypothesis_does_not_search_for_a_simpler_failure(namespaces: Harness) -> None:
+    text = """\
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from calc import add
+
+calls = []
+
+
+@settings(max_examples=50, database=None, deadline=None)
+@given(st.lists(st.integers(), min_size=20))
+def test_sum(numbers):
+    calls.append(numbers)
+    assert add(sum(numbers), 1) == sum(numbers) + 1 or len(calls) > 3
+
+
+def test_calls():
+    assert len(calls) == {}
+"""
+    tests = ("tests/test_hidden.py::test_sum", "tests/test_hidden.py::test_calls")
+    failed = namespaces.verify({}, hidden={"tests/test_hidden.py": text.format(2).encode()}, tests=tests)
+    assert statuses(failed) == ["failed", "passed"]  # found, and shown once more
+    passed = namespaces.verify(
+        {"calc.py": RIGHT}, hidden={"tests/test_hidden.py": text.format(50).encode()}, tests=tests
+    )
+    assert statuses(passed) == ["passed", "passed"]
