@@ -1,4 +1,4 @@
-"""HTTP client of a judge or reward model: bounded concurrency, deadlines, retries with jitter for infrastructure
+"""HTTP client of a language or reward model: bounded concurrency, deadlines, retries with jitter for infrastructure
 faults.
 
 A reply is JSON, which the caller interprets, a refusal of this one request, or a fault.
@@ -39,9 +39,12 @@ _MISCONFIGURED = {
 class EndpointClient:
     """Client of one endpoint. May be used from one event loop only."""
 
-    def __init__(self, component: str, endpoint: Endpoint) -> None:
-        """component: its name, for errors. Raises CurationError if the environment variable of the key is not set."""
-        self._who, self._endpoint = f"component {component}", endpoint
+    def __init__(self, who: str, endpoint: Endpoint) -> None:
+        """who: what asks, for errors, such as "component review".
+
+        Raises CurationError if the environment variable of the key is not set.
+        """
+        self._who, self._endpoint = who, endpoint
         self._url = endpoint.url.rstrip("/")
         self._key = _key(self._who, endpoint)
         self.slots = asyncio.Semaphore(endpoint.concurrency)

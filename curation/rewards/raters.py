@@ -47,7 +47,7 @@ class Raters:
             )
         self._transcripts = transcripts
         self._answers = Answers(store) if store is not None else None
-        self._clients = {each.name: EndpointClient(each.name, each.endpoint) for each in config.asked}
+        self._clients = {each.name: EndpointClient(f"component {each.name}", each.endpoint) for each in config.asked}
 
     async def __aenter__(self) -> Self:
         return self

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from with_client import with_client
@@ -17,6 +18,7 @@ from contracts.artifacts import list_artifacts
 from contracts.store import Store, open_store
 from contracts.tasks import Split, Task
 from curation.errors import TaskError
+from curation.rewards.config import Endpoint
 from curation.tasks.agents import agent_named, play_suite
 from curation.tasks.factory import prove
 from curation.tasks.factory.baseline import run_baseline
@@ -26,11 +28,13 @@ from curation.tasks.factory.make import MakeConfig, covered_functions, make_suit
 from curation.tasks.factory.screen import CHUNK, screen
 from curation.tasks.factory.source import read_repository
 from curation.tasks.factory.strategies import Context, strategy_named
+from curation.tasks.factory.strategies.rewrite import Model
 from curation.tasks.importing.splits import DEFAULT_SHARES
 from curation.tasks.inspect import suite_tasks
 from curation.verify import Verifier
 from envd.client import SandboxClient
 from envd.local import TRUSTED, LocalEnvd
+from tests.curation.judge_server import Reply, judge_server, said
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
@@ -197,6 +201,34 @@ def test_tasks_of_a_package_are_solved_by_their_reference_alone(tmp_path: Path, 
     assert not any(each.verdict.solved for each in idle)
     again = open_store(str(tmp_path / "again"))
     assert made(source, again, trusted, count=10, strategies=("mutate", "remove", "combine")) == suite.ref.digest
+
+
+def test_a_model_that_errs_makes_tasks_and_is_asked_once(tmp_path: Path, trusted: str) -> None:
+    source, store = package(tmp_path / "pack"), open_store(str(tmp_path / "store"))
+    wrong = {
+        "squeeze": "def squeeze(text, most=2):\n    return text[:most]\n",
+        "mean": "def mean(values):\n    return sum(values) / len(values)\n",
+    }
+
+    def behave(path: str, body: dict[str, Any]) -> Reply:
+        name = body["messages"][1]["content"].split()[2]
+        return said(f"```python\n{wrong.get(name, 'no idea')}```")
+
+    with judge_server(behave) as server:
+        model = Model(name="writer", endpoint=Endpoint(url=f"{server.url}/v1"))
+        made(source, store, trusted, count=4, strategies=("rewrite",), model=model)
+        asked, (suite,) = len(server.asked), list_artifacts(store, "task_suite")
+        made(
+            source, store, trusted, count=3, strategies=("rewrite",), model=model
+        )  # its replies are found in the store
+        assert 0 < asked == len(server.asked)
+    tasks = list(suite_tasks(suite, None).values())
+    assert {str(task.meta["function"]) for task in tasks} == {"pack/text.py::squeeze", "pack/numbers.py::mean"}
+    assert {task.family for task in tasks} == {"rewrite/rewrite_function"}
+    played = with_client(
+        trusted, lambda client: play_suite(tasks, agent_named("oracle"), client, Verifier(client, None, runtimes=store))
+    )
+    assert all(each.verdict.solved for each in played)
 
 
 def test_more_candidates_than_one_sandbox_screens_give_tasks(tmp_path: Path, trusted: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,6 +14,9 @@ from triplane_dagster.cli.experiments import find_experiment
 from triplane_dagster.cli.options import AsJson, SandboxesOf, Shares
 from triplane_dagster.cli.output import cell, console, print_json, print_rows
 
+if TYPE_CHECKING:
+    from curation.tasks.factory.strategies.rewrite import Model
+
 
 def make(
     source: Annotated[
@@ -22,11 +25,20 @@ def make(
     count: Annotated[int, typer.Option(min=1, max=100_000, help="Tasks wanted, at most.")] = 500,
     strategy: Annotated[
         list[str] | None,
-        typer.Option(help="mutate, remove, revert, combine, or an installed one. Repeatable; default mutate, remove."),
+        typer.Option(
+            help="mutate, remove, revert, rewrite, combine, or an installed one. Repeatable; default mutate, remove."
+        ),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Chooses among the edits of a function.")] = 0,
     older: Annotated[
         str | None, typer.Option(help="Older version, written as SOURCE, from which `revert` takes functions.")
+    ] = None,
+    endpoint: Annotated[
+        str | None, typer.Option(help="URL, ending in /v1, of the OpenAI-compatible model that `rewrite` asks.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Name of the model at --endpoint.")] = None,
+    api_key_env: Annotated[
+        str | None, typer.Option(help="NAME of the environment variable that holds the endpoint's API key.")
     ] = None,
     allow_license: Annotated[
         list[str] | None,
@@ -51,6 +63,8 @@ def make(
         triplane tasks make . --count 100 --strategy mutate --strategy combine
 
         triplane tasks make pypi:toolz==1.0.0 --strategy revert --older pypi:toolz==0.12.1
+
+        triplane tasks make . --strategy rewrite --endpoint http://localhost:8000/v1 --model Qwen/Qwen3-Coder
     """
     from curation.tasks.factory.make import STRATEGIES, MakeConfig, make_suite
     from curation.tasks.importing.splits import parse_shares
@@ -59,7 +73,10 @@ def make(
     from triplane_dagster.cli.bars import Bars
 
     shares = parse_shares(split or [])
-    config = MakeConfig(count, tuple(strategy or STRATEGIES), seed, tuple(allow_license or ()), older)
+    writer = None
+    if endpoint is not None or model is not None:
+        writer = _model(endpoint, model, api_key_env)
+    config = MakeConfig(count, tuple(strategy or STRATEGIES), seed, tuple(allow_license or ()), older, writer)
     wanted, sandboxes = find_experiment(experiment), SandboxesResource()
 
     async def work(bars: Bars) -> Artifact:
@@ -93,3 +110,19 @@ def make(
         console().print("one file is in one split only: fewer files than splits leave splits empty", soft_wrap=True)
     console().print(f"task suite {suite.ref.short}: {cell(suite.meta)}", soft_wrap=True)
     console().print(f"check it with `triplane tasks run --agent oracle --suite {suite.ref.short}`", soft_wrap=True)
+
+
+def _model(url: str | None, name: str | None, api_key_env: str | None) -> Model:
+    """Model that the options name. Raises TaskError."""
+    from pydantic import ValidationError
+
+    from curation.errors import TaskError
+    from curation.rewards.config import Endpoint
+    from curation.tasks.factory.strategies.rewrite import Model
+
+    if not url or not name:
+        raise TaskError("--endpoint and --model belong together: give both")
+    try:
+        return Model(name=name, endpoint=Endpoint(url=url, api_key_env=api_key_env))
+    except ValidationError as error:
+        raise TaskError(f"--endpoint: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from None
