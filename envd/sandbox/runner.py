@@ -96,7 +96,7 @@ def run_tests(
     files = dict.fromkeys(test.split("::", 1)[0] for test in tests)
     present = [root / path for path in files if (root / path).is_file()]
     if any(b"hypothesis" in path.read_bytes() for path in present):
-        _without_shrinking()
+        _quiet_hypothesis()
     sys.path[:0] = [str(root), str(root / "src")] if src else [str(root)]
     running = [""]
     observing.install(lambda key, value: send("see", running[0], key, "", value))
@@ -120,8 +120,9 @@ def run_tests(
     send("end")
 
 
-def _without_shrinking() -> None:
-    """Let Hypothesis stop at the first failing example, if it is installed: its search for a simpler one takes minutes.
+def _quiet_hypothesis() -> None:
+    """Let Hypothesis, if it is installed, draw the same examples in every run and stop at the first that fails: its
+    search for a simpler one takes minutes.
 
     Call it before the final state's folders are on the path.
     """
@@ -130,8 +131,8 @@ def _without_shrinking() -> None:
     except ImportError:
         return
     phases = (Phase.explicit, Phase.reuse, Phase.generate, Phase.target)
-    settings.register_profile("unshrunk", settings.default, phases=phases)
-    settings.load_profile("unshrunk")
+    settings.register_profile("verdicts", settings.default, phases=phases, derandomize=True, database=None)
+    settings.load_profile("verdicts")
 
 
 def configured(plugins: Sequence[str], ini: Mapping[str, str]) -> list[str]:

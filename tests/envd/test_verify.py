@@ -359,7 +359,7 @@ def test_a_task_with_a_src_folder_and_conftest_files_runs_as_its_authors_run_it(
     assert statuses(anywhere.verify(cheat, files=files, hidden=hidden, tests=tests)) == ["failed"]
 
 
-def test_hypothesis_does_not_search_for_a_simpler_failure(namespaces: Harness) -> None:
+def test_hypothesis_draws_the_same_examples_and_does_not_search_for_a_simpler_failure(namespaces: Harness) -> None:
     text = """\
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -386,3 +386,7 @@ def test_calls():
         {"calc.py": RIGHT}, hidden={"tests/test_hidden.py": text.format(50).encode()}, tests=tests
     )
     assert statuses(passed) == ["passed", "passed"]
+    drawn = text.replace("assert len(calls) == {}", "assert not calls, sum(map(sum, calls))")
+    hidden = {"tests/test_hidden.py": drawn.encode()}
+    runs = [namespaces.verify({"calc.py": RIGHT}, hidden=hidden, tests=tests) for _ in range(2)]
+    assert statuses(runs[0]) == ["passed", "failed"] and runs[0].outcomes[1].message == runs[1].outcomes[1].message

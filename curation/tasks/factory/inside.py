@@ -432,8 +432,8 @@ def _message(report: Any) -> str:
     return _ADDRESS.sub("0x...", text.replace(f"{ROOT}/", ""))[:_MESSAGE]
 
 
-def _without_shrinking(files: Sequence[Path]) -> None:
-    """As envd's test runner: Hypothesis stops at the first failing example, if tests use it."""
+def _quiet_hypothesis(files: Sequence[Path]) -> None:
+    """As envd's test runner: Hypothesis draws the same examples in every run and stops at the first that fails."""
     if not any(b"hypothesis" in path.read_bytes() for path in files):
         return
     try:
@@ -441,8 +441,8 @@ def _without_shrinking(files: Sequence[Path]) -> None:
     except ImportError:
         return
     phases = (Phase.explicit, Phase.reuse, Phase.generate, Phase.target)
-    settings.register_profile("unshrunk", settings.default, phases=phases)
-    settings.load_profile("unshrunk")
+    settings.register_profile("verdicts", settings.default, phases=phases, derandomize=True, database=None)
+    settings.load_profile("verdicts")
 
 
 def main() -> None:
@@ -450,7 +450,7 @@ def main() -> None:
     spec = json.loads(Path(sys.argv[1]).read_text())
     sys.dont_write_bytecode = True
     os.chdir(ROOT)
-    _without_shrinking([ROOT / path for path in spec["files"]])
+    _quiet_hypothesis([ROOT / path for path in spec["files"]])
     sys.path[:] = [str(ROOT), *([str(ROOT / "src")] if (ROOT / "src").is_dir() else []), *sys.path[1:]]
     coverage = None
     if any(run.get("coverage") for run in spec.get("runs", ())):
