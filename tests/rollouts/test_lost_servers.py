@@ -348,7 +348,7 @@ def test_an_experiment_without_an_address_uses_the_servers_that_the_environment_
     async def run() -> None:
         async with SandboxesResource().client(SandboxesConfig()) as client:
             template = await client.put_template(FILES)
-            boxes = [await client.create(template) for _ in servers]
+            boxes = [await client.create(template) for _ in servers for _ in range(4)]  # one may be slow to connect
             assert {box.server.address for box in boxes} == {each.address for each in servers}
 
     asyncio.run(run())

@@ -137,7 +137,7 @@ def test_combinations_use_each_bug_once_and_no_function_twice() -> None:
 
 
 def test_unknown_strategy_names_the_known_ones() -> None:
-    with pytest.raises(TaskError, match="'guess': choose of combine, mutate, remove, revert"):
+    with pytest.raises(TaskError, match="'guess': choose of combine, feature, mutate, remove, revert, rewrite"):
         strategy_named("guess")
 
 

@@ -28,7 +28,7 @@ from curation.tasks.factory.make import MakeConfig, covered_functions, make_suit
 from curation.tasks.factory.screen import CHUNK, screen
 from curation.tasks.factory.source import read_repository
 from curation.tasks.factory.strategies import Context, strategy_named
-from curation.tasks.factory.strategies.rewrite import Model
+from curation.tasks.factory.strategies.asked import Model
 from curation.tasks.importing.splits import DEFAULT_SHARES
 from curation.tasks.inspect import suite_tasks
 from curation.verify import Verifier
@@ -208,23 +208,25 @@ def test_a_model_that_errs_makes_tasks_and_is_asked_once(tmp_path: Path, trusted
     wrong = {
         "squeeze": "def squeeze(text, most=2):\n    return text[:most]\n",
         "mean": "def mean(values):\n    return sum(values) / len(values)\n",
+        "clamp": "def clamp(value, low=1, high=10, step=1):\n    return min(max(value, low), high) // step\n",
     }
 
     def behave(path: str, body: dict[str, Any]) -> Reply:
-        name = body["messages"][1]["content"].split()[2]
+        asked = body["messages"][1]["content"].partition("\n")[0]
+        name = next((each for each in wrong if f" {each}" in asked), "")
         return said(f"```python\n{wrong.get(name, 'no idea')}```")
 
     with judge_server(behave) as server:
         model = Model(name="writer", endpoint=Endpoint(url=f"{server.url}/v1"))
-        made(source, store, trusted, count=4, strategies=("rewrite",), model=model)
+        made(source, store, trusted, count=6, strategies=("rewrite", "feature"), model=model)
         asked, (suite,) = len(server.asked), list_artifacts(store, "task_suite")
         made(
-            source, store, trusted, count=3, strategies=("rewrite",), model=model
+            source, store, trusted, count=5, strategies=("rewrite", "feature"), model=model
         )  # its replies are found in the store
         assert 0 < asked == len(server.asked)
     tasks = list(suite_tasks(suite, None).values())
-    assert {str(task.meta["function"]) for task in tasks} == {"pack/text.py::squeeze", "pack/numbers.py::mean"}
-    assert {task.family for task in tasks} == {"rewrite/rewrite_function"}
+    assert {task.family for task in tasks} == {"rewrite/rewrite_function", "feature/feature_function"}
+    assert {task.meta["function"] for task in tasks} >= {"pack/text.py::squeeze", "pack/numbers.py::clamp"}
     played = with_client(
         trusted, lambda client: play_suite(tasks, agent_named("oracle"), client, Verifier(client, None, runtimes=store))
     )

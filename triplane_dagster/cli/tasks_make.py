@@ -15,7 +15,7 @@ from triplane_dagster.cli.options import AsJson, SandboxesOf, Shares
 from triplane_dagster.cli.output import cell, console, print_json, print_rows
 
 if TYPE_CHECKING:
-    from curation.tasks.factory.strategies.rewrite import Model
+    from curation.tasks.factory.strategies.asked import Model
 
 
 def make(
@@ -26,7 +26,7 @@ def make(
     strategy: Annotated[
         list[str] | None,
         typer.Option(
-            help="mutate, remove, revert, rewrite, combine, or an installed one. Repeatable; default mutate, remove."
+            help="mutate, remove (both by default), revert, rewrite, feature, combine, or an installed one. Repeatable."
         ),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Chooses among the edits of a function.")] = 0,
@@ -34,7 +34,8 @@ def make(
         str | None, typer.Option(help="Older version, written as SOURCE, from which `revert` takes functions.")
     ] = None,
     endpoint: Annotated[
-        str | None, typer.Option(help="URL, ending in /v1, of the OpenAI-compatible model that `rewrite` asks.")
+        str | None,
+        typer.Option(help="URL, ending in /v1, of the OpenAI-compatible model that `rewrite` and `feature` ask."),
     ] = None,
     model: Annotated[str | None, typer.Option(help="Name of the model at --endpoint.")] = None,
     api_key_env: Annotated[
@@ -118,7 +119,7 @@ def _model(url: str | None, name: str | None, api_key_env: str | None) -> Model:
 
     from curation.errors import TaskError
     from curation.rewards.config import Endpoint
-    from curation.tasks.factory.strategies.rewrite import Model
+    from curation.tasks.factory.strategies.asked import Model
 
     if not url or not name:
         raise TaskError("--endpoint and --model belong together: give both")

@@ -30,7 +30,7 @@ from curation.tasks.factory.screen import Screened, Screening, screen
 from curation.tasks.factory.source import Repository, read_repository
 from curation.tasks.factory.splits import deal_files
 from curation.tasks.factory.steps import FACTORY_VERSION
-from curation.tasks.factory.strategies import Candidate, Context, rewrite, strategy_named
+from curation.tasks.factory.strategies import Candidate, Context, asked, strategy_named
 from curation.tasks.factory.strategies.combine import combined
 from curation.tasks.importing.splits import DEFAULT_SHARES
 from curation.tasks.validate import ValidationReport
@@ -63,8 +63,8 @@ class MakeConfig:
     """Licences that are used although they are unknown or not permissive."""
     revert_from: str | None = None
     """Older version for the strategy `revert`, as a SOURCE."""
-    model: rewrite.Model | None = None
-    """Language model of the strategy `rewrite`."""
+    model: asked.Model | None = None
+    """Language model of the strategies `rewrite` and `feature`."""
 
 
 @dataclass
@@ -101,9 +101,10 @@ async def make_suite(
 
     Raises TaskError if the source can't be used or gives no task, InfraFault if envd keeps failing.
     """
-    strategies = [strategy_named(name) for name in config.strategies if name not in (COMBINE, rewrite.NAME)]
-    if rewrite.NAME in config.strategies and config.model is None:
-        raise TaskError(f"the strategy {rewrite.NAME} needs a language model: name it by --endpoint and --model")
+    strategies = [strategy_named(name) for name in config.strategies if name not in (COMBINE, *asked.ASKED)]
+    asking = [name for name in asked.ASKED if name in config.strategies]
+    if asking and config.model is None:
+        raise TaskError(f"the strategy {asking[0]} needs a language model: name it by --endpoint and --model")
     repository = read_repository(source, store, index=index, wheelhouse=wheelhouse)
     check_licence(repository.name, repository.licence, config.allowed)
     check_tests(repository)
@@ -139,10 +140,11 @@ async def make_suite(
     most = max(8, math.ceil(2 * _SPARE * config.count / len(functions)))
     context = Context(repository, functions, baseline.lines, config.seed, most, older)
     drawn = [each for strategy in strategies for each in draw(list(strategy(context)), config)]
-    if rewrite.NAME in config.strategies and config.model is not None:
+    for name in asking:
+        assert config.model is not None, "checked above"
         wanted = math.ceil(_SPARE * config.count)
-        asking = partial(report, "asking the model")
-        drawn += await rewrite.rewritten(context, wanted, config.model, store, asking)
+        told = partial(report, f"asking for {name}")
+        drawn += await asked.ask_for_candidates(name, context, wanted, config.model, store, told)
     prover = Prover(repository, around, baseline, client, store)
     progress = await _Factory(config, context, baseline, guest, prover, store, report).run(drawn)
     if not progress.accepted:

@@ -101,9 +101,8 @@ def strategy_named(name: str) -> Strategy:
     found = {each.name: each.value for each in entry_points(group=GROUP)}
     known = found | {each: f"{__name__}.{each}:candidates" for each in _OWN}
     if name not in known:
-        raise TaskError(
-            f"no strategy is called {name!r}: choose of {', '.join(sorted({*known, 'combine', 'rewrite'}))}"
-        )
+        choice = ", ".join(sorted({*known, "combine", "rewrite", "feature"}))
+        raise TaskError(f"no strategy is called {name!r}: choose of {choice}")
     try:
         strategy: Strategy = EntryPoint(name, known[name], GROUP).load()
     except (ImportError, AttributeError) as error:

@@ -1,4 +1,4 @@
-"""Bugs that a language model makes by writing functions anew, asked over a real HTTP server."""
+"""Bugs that a language model makes by changing functions, asked over a real HTTP server."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from curation.tasks.factory.functions import Function, Lines, Source
 from curation.tasks.factory.make import MakeConfig, make_suite
 from curation.tasks.factory.source import Repository
 from curation.tasks.factory.strategies import Candidate, Context, changed_text
-from curation.tasks.factory.strategies.rewrite import Model, candidate_of, rewritten
+from curation.tasks.factory.strategies.asked import FEATURE, REWRITE, Model, ask_for_candidates, candidate_of
 from curation.tasks.importing.splits import DEFAULT_SHARES
 from tests.curation.judge_server import Reply, judge_server, said
 
@@ -71,7 +71,7 @@ def body_of(candidate: Candidate | None, function: Function) -> str:
 )
 def test_signature_and_docstring_stay_and_the_body_is_the_replys(reply: str) -> None:
     function = functions()["total"]
-    assert body_of(candidate_of(function, reply), function) == (
+    assert body_of(candidate_of(REWRITE, function, reply), function) == (
         'def total(values, start=0):\n    """Sum of values."""\n    return sum(values)'
     )
 
@@ -79,7 +79,7 @@ def test_signature_and_docstring_stay_and_the_body_is_the_replys(reply: str) -> 
 def test_a_method_keeps_its_indentation() -> None:
     function = functions()["Box.size"]
     reply = "```python\nclass Box:\n    def size(self):\n        if self:\n            return self.width\n```"
-    assert body_of(candidate_of(function, reply), function) == (
+    assert body_of(candidate_of(REWRITE, function, reply), function) == (
         "    @property\n    def size(self):\n        if self:\n            return self.width"
     )
 
@@ -91,18 +91,27 @@ def test_a_method_keeps_its_indentation() -> None:
         "I can't do that.",
         "```python\ndef other():\n    return 1\n```",
         "```python\ndef total(values:\n```",
-        "```python\ndef total(values, start=0): return 0\n```",
         f"```python\n{TEXT}```",  # as it was
         "```python\n" + "(" * 5000 + "\n```",
     ],
 )
 def test_other_replies_are_no_candidates(reply: str) -> None:
-    assert candidate_of(functions()["total"], reply) is None
+    for strategy in (REWRITE, FEATURE):
+        assert candidate_of(strategy, functions()["total"], reply) is None
+    assert candidate_of(REWRITE, functions()["total"], "def total(values, start=0): return 0") is None  # no body
+
+
+def test_a_feature_may_change_signature_and_docstring_but_no_decorator() -> None:
+    function = functions()["Box.size"]
+    reply = '```python\n@cached\ndef size(self, unit=1):\n    """In units."""\n    return self.width // unit\n```'
+    assert body_of(candidate_of(FEATURE, function, reply), function) == (
+        '    @property\n    def size(self, unit=1):\n        """In units."""\n        return self.width // unit'
+    )
 
 
 def ask(store: Store, url: str, wanted: int, **options: Any) -> list[Candidate]:
     model = Model(name="writer", endpoint=Endpoint(url=url, attempts=1, **options))
-    return asyncio.run(rewritten(context(), wanted, model, store, lambda done, total: None))
+    return asyncio.run(ask_for_candidates(REWRITE, context(), wanted, model, store, lambda done, total: None))
 
 
 def test_nothing_is_asked_twice_and_a_refused_function_is_left_out(store: Store) -> None:
@@ -135,6 +144,8 @@ def test_an_endpoint_that_is_down_or_wrong_is_one_clear_error(store: Store) -> N
 
 
 def test_the_strategy_without_a_model_is_refused_before_anything_is_read(store: Store) -> None:
-    config = MakeConfig(4, ("rewrite",))
-    with pytest.raises(TaskError, match="needs a language model: name it by --endpoint and --model"):
+    config = MakeConfig(4, ("mutate", "feature"))
+    with pytest.raises(
+        TaskError, match="the strategy feature needs a language model: name it by --endpoint and --model"
+    ):
         asyncio.run(make_suite("nowhere", config, DEFAULT_SHARES, store, None))  # type: ignore[arg-type]
