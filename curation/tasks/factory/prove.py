@@ -99,7 +99,7 @@ class Prover:
         client: SandboxClient,
         store: Store,
     ) -> None:
-        self._repository, self._baseline, self._store, self._client = repository, baseline, store, client
+        self._repository, self._baseline = repository, baseline
         self._environment = around.environment
         self._verifier = Verifier(client, store, timeout_s=VERIFY_TIMEOUT_S)
         self._runs = Runs(client, VERIFY_TIMEOUT_S, store)
