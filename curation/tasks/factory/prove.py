@@ -277,15 +277,12 @@ def _narrowed(master: _Master, tests: Sequence[str]) -> Checks:
 
 
 def _general(reason: str) -> str:
-    """Reason of a broken task without the names of tests and values, for counting."""
+    """Reason of `contradiction` without the names of tests and values, for counting."""
     for part in (
-        "passes before the fix",
         "said to fail before the fix",
         "do not run to their end",
         "does not pass after the fix",
         "counts as tampering",
-        "the cheat",
-        "pass before the fix",
     ):
         if part in reason:
             return f"verdict: {part}"
