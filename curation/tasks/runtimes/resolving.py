@@ -42,7 +42,9 @@ class Lock(Frozen):
     left_out: tuple[str, ...] = ()
     """Requirements that can't be locked by hash."""
     installed: bool = False
-    """Whether the packages are those installed here; each hash is that of the distribution's RECORD."""
+    """Whether the packages are copied from this Python environment; each hash is then that of the distribution's RECORD
+    file.
+    """
 
     @property
     def key(self) -> str:
