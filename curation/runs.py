@@ -39,9 +39,11 @@ class Ungradable(Exception):
 class Runs:
     """Runs of a task's hidden tests, or of variants, in sandboxes."""
 
-    def __init__(self, client: SandboxClient, timeout_s: float, store: Store | None = None) -> None:
-        """timeout_s: of tasks that name none. store: has the runtimes of tasks."""
-        self._client, self._timeout_s, self._store = client, timeout_s, store
+    def __init__(
+        self, client: SandboxClient, timeout_s: float, store: Store | None = None, *, idle_s: float = 0
+    ) -> None:
+        """timeout_s: of tasks that name none. store: has their runtimes. idle_s: as in `SandboxClient.verify`."""
+        self._client, self._timeout_s, self._store, self._idle_s = client, timeout_s, store, idle_s
         self._archives: dict[str, Path] = {}
         self._sent: set[str] = set()
         """Runtimes that the server was sent."""
@@ -125,6 +127,7 @@ class Runs:
             runtime=environment.runtime,
             plugins=environment.plugins,
             ini=dict(environment.ini),
+            idle_s=self._idle_s,
         )
 
     async def _template(self, task: Task) -> str:

@@ -18,6 +18,7 @@ import random
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 from pydantic import ValidationError
 
@@ -36,7 +37,7 @@ from curation.states.requests import grade_requests
 from curation.tasks.checks.proving import CHECKS_VERSION, prove
 from envd.client import SandboxClient, VerifyResult
 
-VERIFIER_VERSION = "3"
+VERIFIER_VERSION = "4"
 """Bump if the same final state may get another verdict, after changes of this file, LIMITS, cheating, checks,
 states, or the test runs and reports of envd.
 """
@@ -99,9 +100,9 @@ def verdict_key(task: Task, diff: bytes) -> str:
     return f"verdicts/{key[:2]}/{key}.json"
 
 
-def checks_key(task: Task) -> str:
+def checks_key(task: Task, first: int = 0) -> str:
     """Store key of the checks of a task whose suite contains none."""
-    key = digest_of({"task": task.digest, "checks": CHECKS_VERSION, "verifier": VERIFIER_VERSION})
+    key = digest_of({"task": task.digest, "checks": CHECKS_VERSION, "verifier": VERIFIER_VERSION, "first": first})
     return f"checks/{key[:2]}/{key}.json"
 
 
@@ -201,7 +202,7 @@ class Verifier:
     concurrency: verifications in flight at once. timeout_s: per run of the hidden tests, unless the task names it; a
     verdict of timed_out depends on the clock, so it is tried twice and never cached. eager: start all runs of a verdict
     at once if no other verdict is in progress: less time, but more work for a state that fails. runtimes: has the
-    tasks' runtimes, if `store` does not.
+    tasks' runtimes, if `store` does not. idle_s: as in `SandboxClient.verify`.
     """
 
     def __init__(
@@ -213,8 +214,9 @@ class Verifier:
         timeout_s: float = 10,
         eager: bool = True,
         runtimes: Store | None = None,
+        idle_s: float = 0,
     ) -> None:
-        self._runs, self._store = Runs(client, timeout_s, runtimes or store), store
+        self._runs, self._store = Runs(client, timeout_s, runtimes or store, idle_s=idle_s), store
         self._slots = asyncio.Semaphore(concurrency)
         # one per slot: a remote store answers in tens of milliseconds
         self._readers = ThreadPoolExecutor(concurrency, "verdicts")
@@ -265,25 +267,27 @@ class Verifier:
                 if self._flights.get(key) is flight:
                     del self._flights[key]
 
-    async def checks(self, task: Task) -> Checks:
+    async def checks(self, task: Task, first: int = 0) -> Checks:
         """Checks of a task: from its suite, or made, proven and cached.
 
+        first: number of its first test file in the checks (`observing.make`), the same for all calls with a task.
         Raises InfraFault.
         """
         if task.checks is not None:
             return task.checks
         work = self._checks.get(task.digest)
         if work is None or (work.done() and (work.cancelled() or work.exception() is not None)):
-            work = self._checks[task.digest] = asyncio.create_task(self._prove(task))
+            work = self._checks[task.digest] = asyncio.create_task(self._prove(task, first))
         return await asyncio.shield(work)
 
-    async def _prove(self, task: Task) -> Checks:
-        key = checks_key(task)
+    async def _prove(self, task: Task, first: int) -> Checks:
+        key = checks_key(task, first)
         found = None if self._store is None else read_checks(self._store, key)
         if found is not None:
             return found
         try:
-            proof = await prove(task, lambda hidden, tests: self._runs.run(task, task.reference_diff, hidden, tests))
+            run = partial(self._runs.run, task, task.reference_diff)
+            proof = await prove(task, run, first)
         except Ungradable:  # a broken task, as its verdict shows: nothing can be proven
             return Checks(None, (), base_names(task.tests))
         if passed(task.tests, proof.written):

@@ -240,6 +240,7 @@ class SandboxClient:
         runtime: str = "",
         plugins: Sequence[str] = (),
         ini: Mapping[str, str] | None = None,
+        idle_s: float = 0,
     ) -> VerifyResult:
         """Run the named tests (pytest node ids) on the template with `diff` applied, in a fresh sandbox.
 
@@ -249,6 +250,7 @@ class SandboxClient:
         it. product: paths that solutions change; other files of the template that look like helpers of its tests are
         restored. backend, rules: as in `create`; without both, what a sandbox that names none runs on. The result says
         which it was. runtime: as in `create`. plugins, ini: modules that pytest loads as plugins, and its settings.
+        idle_s: ends the run as `timed_out` once its processes computed nothing in so many seconds together; 0: never.
         """
         request = pb.VerifyRequest(
             template=template,
@@ -264,6 +266,7 @@ class SandboxClient:
             runtime=runtime,
             plugins=plugins,
             ini=dict(ini or {}),
+            idle_s=idle_s,
         )
         reply = None
         while reply is None:

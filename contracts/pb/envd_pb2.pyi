@@ -234,7 +234,7 @@ class DeleteReply(_message.Message):
     def __init__(self, diff: _Optional[bytes] = ..., left_out: _Optional[_Iterable[_Union[LeftOut, _Mapping]]] = ..., left_out_counts: _Optional[_Mapping[str, int]] = ..., requests_json: _Optional[bytes] = ...) -> None: ...
 
 class VerifyRequest(_message.Message):
-    __slots__ = ("template", "diff", "hidden_files", "tests", "limits", "timeout_s", "artifacts", "product", "runtime", "plugins", "ini", "backend", "policy_yaml")
+    __slots__ = ("template", "diff", "hidden_files", "tests", "limits", "timeout_s", "artifacts", "product", "runtime", "plugins", "ini", "idle_s", "backend", "policy_yaml")
     class HiddenFilesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -260,6 +260,7 @@ class VerifyRequest(_message.Message):
     RUNTIME_FIELD_NUMBER: _ClassVar[int]
     PLUGINS_FIELD_NUMBER: _ClassVar[int]
     INI_FIELD_NUMBER: _ClassVar[int]
+    IDLE_S_FIELD_NUMBER: _ClassVar[int]
     BACKEND_FIELD_NUMBER: _ClassVar[int]
     POLICY_YAML_FIELD_NUMBER: _ClassVar[int]
     template: str
@@ -273,9 +274,10 @@ class VerifyRequest(_message.Message):
     runtime: str
     plugins: _containers.RepeatedScalarFieldContainer[str]
     ini: _containers.ScalarMap[str, str]
+    idle_s: float
     backend: str
     policy_yaml: str
-    def __init__(self, template: _Optional[str] = ..., diff: _Optional[bytes] = ..., hidden_files: _Optional[_Mapping[str, bytes]] = ..., tests: _Optional[_Iterable[str]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., timeout_s: _Optional[float] = ..., artifacts: _Optional[_Iterable[str]] = ..., product: _Optional[_Iterable[str]] = ..., runtime: _Optional[str] = ..., plugins: _Optional[_Iterable[str]] = ..., ini: _Optional[_Mapping[str, str]] = ..., backend: _Optional[str] = ..., policy_yaml: _Optional[str] = ...) -> None: ...
+    def __init__(self, template: _Optional[str] = ..., diff: _Optional[bytes] = ..., hidden_files: _Optional[_Mapping[str, bytes]] = ..., tests: _Optional[_Iterable[str]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., timeout_s: _Optional[float] = ..., artifacts: _Optional[_Iterable[str]] = ..., product: _Optional[_Iterable[str]] = ..., runtime: _Optional[str] = ..., plugins: _Optional[_Iterable[str]] = ..., ini: _Optional[_Mapping[str, str]] = ..., idle_s: _Optional[float] = ..., backend: _Optional[str] = ..., policy_yaml: _Optional[str] = ...) -> None: ...
 
 class FoundRequest(_message.Message):
     __slots__ = ("template", "findings")

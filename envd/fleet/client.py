@@ -163,6 +163,7 @@ class FleetClient(SandboxClient):
         runtime: str = "",
         plugins: Sequence[str] = (),
         ini: Mapping[str, str] | None = None,
+        idle_s: float = 0,
     ) -> VerifyResult:
         """See SandboxClient.verify. One whose server is lost runs again on another, at most `VERIFY_TRIES` in all."""
 
@@ -181,6 +182,7 @@ class FleetClient(SandboxClient):
                 runtime=runtime,
                 plugins=plugins,
                 ini=ini,
+                idle_s=idle_s,
             )
 
         return await self._somewhere(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Callable
 from collections.abc import Set as AbstractSet
+from pathlib import Path
 
 
 def descendants(pid: int) -> dict[int, int]:
@@ -30,6 +32,15 @@ def descendants(pid: int) -> dict[int, int]:
         fresh = {each for each, parent in parents.items() if parent in fresh and each not in below}
         below.update((each, parents[each]) for each in fresh)
     return below
+
+
+def processor_ticks(root: int) -> int:
+    """Processor time that the live processes below root and their ended children have used, in ticks of 10 ms."""
+    total = 0
+    for pid in descendants(root):
+        with contextlib.suppress(OSError):
+            total += sum(map(int, Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[11:15]))
+    return total
 
 
 def kill_since(root: int, before: AbstractSet[int], collect: Callable[[], object] | None = None) -> None:

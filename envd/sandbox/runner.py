@@ -230,6 +230,7 @@ def _recorder(
     """Return a plugin that reports. running: a list whose only item the plugin sets to the running test's node id."""
     wanted = frozenset(tests)
     known: list[object] = [*_prepared[0].config.pluginmanager.get_plugins()] if _prepared else []
+    subtests: dict[str, dict[str, str]] = {}  # first message of each bad outcome, by test: a test is its worst subtest
     equality.arm(origin, lambda name: send("tamper", running[0], status=name))
 
     def look(config: pytest.Config, tests_ran: bool) -> None:
@@ -272,7 +273,16 @@ def _recorder(
 
         def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
             message = "" if report.passed else _message(report, root)
-            send("test", report.nodeid, report.when, report.outcome, message)
+            if hasattr(report, "context"):  # of a subtest, before the report of its test
+                if not report.passed:
+                    subtests.setdefault(report.nodeid, {}).setdefault(report.outcome, message)
+                return
+            outcome: str = report.outcome
+            found = subtests.get(report.nodeid, {}) if report.when == "call" else {}
+            for worse in ("failed", "skipped"):
+                if worse in found and outcome != "failed":
+                    outcome, message = worse, found[worse]
+            send("test", report.nodeid, report.when, outcome, message)
 
     recorder = Recorder()
     known.append(recorder)

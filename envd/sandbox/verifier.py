@@ -32,7 +32,7 @@ from envd.sandbox import linux, wire
 from envd.sandbox.origin import Origin
 from envd.sandbox.place import Place
 from envd.sandbox.prepare import Preparation
-from envd.sandbox.proctree import kill_since, reap
+from envd.sandbox.proctree import kill_since, processor_ticks, reap
 from envd.sandbox.runner import cached_path, compiled, configured, pipe_sender, run_tests
 from envd.sandbox.verdict import Ending, Record, all_missing, observations, outcomes_and_tampering
 from envd.tools import Output
@@ -67,6 +67,7 @@ def serve_verification(sock: socket.socket, place: Place, *, supervised: bool = 
             product=header.get("product", ()),
             configuration=configured(header.get("plugins", ()), header.get("ini", {})),
             codes=codes,
+            idle_s=float(header.get("idle_s", 0)),
         )
         wire.send(sock, {"result": asdict(result)})
 
@@ -91,11 +92,13 @@ def verify(
     product: Sequence[str] = (),
     configuration: Sequence[str] = (),
     codes: Mapping[str, bytes] = {},
+    idle_s: float = 0,
 ) -> VerifyResult:
     """Run the tests on the template with the diff applied; with `artifacts`, only with the changes to these paths.
 
     product: paths that solutions change; other files of the template that look like test helpers are restored.
-    configuration: further options of pytest. codes: byte code of hidden test files, by their paths.
+    configuration: further options of pytest. codes: byte code of hidden test files, by their paths. idle_s: as in
+    `VerifyRequest`.
     """
     # Opened before anything is applied or run, so that a file put at its path later is not read.
     log = os.open(place.scratch / "log", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -108,7 +111,7 @@ def verify(
     how = layout(place.template, hidden, tests, configuration)
     origin = Origin(place.workspace, place.template, {*hidden, *codes})
     runner = _Runner(place.workspace, tests, log, how, origin, supervised, preparation.changed)
-    ending, records = runner.supervise(timeout_s)
+    ending, records = runner.supervise(timeout_s, idle_s)
     outcomes, tampering = outcomes_and_tampering(tests, records, ending)
     said = _read_log(log, place.workspace)
     return VerifyResult(
@@ -157,8 +160,8 @@ class _Runner:
         self._root, self._tests, self._log, self._how, self._origin = root, tests, log, how, origin
         self._supervised, self._changed = supervised, changed
 
-    def supervise(self, timeout_s: float) -> tuple[Ending, list[Record]]:
-        """Run the tests until they end or the deadline passes, then kill all processes that they left."""
+    def supervise(self, timeout_s: float, idle_s: float) -> tuple[Ending, list[Record]]:
+        """Run the tests until they end, only wait, or the deadline passes; then kill all processes that they left."""
         nonce, agreed = secrets.token_hex(16), 16 + secrets.randbelow(240)
         read_end, write_end = os.pipe2(os.O_CLOEXEC)
         runner = os.fork()
@@ -166,7 +169,7 @@ class _Runner:
             self._become(write_end, nonce, agreed)
         os.close(write_end)
         os.set_blocking(read_end, False)
-        data, in_time = _gather(runner, read_end, timeout_s)
+        data, in_time = _gather(runner, read_end, timeout_s, idle_s)
         status = os.waitstatus_to_exitcode(os.waitpid(runner, 0)[1]) if in_time else 0
         kill_since(os.getpid(), frozenset())
         reap()
@@ -222,8 +225,10 @@ def _leave_the_supervisor() -> None:
     linux.hide_from_ptrace()
 
 
-def _gather(runner: int, pipe: int, timeout_s: float) -> tuple[bytes, bool]:
-    """Read reports until the runner ends or the deadline passes. Returns (reports, ended in time)."""
+def _gather(runner: int, pipe: int, timeout_s: float, idle_s: float) -> tuple[bytes, bool]:
+    """Read reports until the runner ends, the deadline passes, or nothing was computed in `idle_s` seconds together (0:
+    whatever is computed). Returns (reports, ended in time).
+    """
     ended = _process_descriptor(runner)
     poll = select.poll()
     if ended >= 0:
@@ -231,11 +236,18 @@ def _gather(runner: int, pipe: int, timeout_s: float) -> tuple[bytes, bool]:
     poll.register(pipe, select.POLLIN)
     deadline = time.monotonic() + timeout_s
     data = bytearray()
+    looked, used, idle = time.monotonic(), 0, 0.0
     try:
         while True:
-            left = deadline - time.monotonic()
-            if left <= 0:
+            now = time.monotonic()
+            left = deadline - now
+            if idle_s and now - looked >= 1:
+                before, used = used, processor_ticks(os.getpid())
+                idle += now - looked if used == before else 0
+                looked = now
+            if left <= 0 or 0 < idle_s < idle:
                 return bytes(data), False
+            left = min(left, 1) if idle_s else left
             events = {fd for fd, _ in poll.poll(left * 1000 + 1 if ended >= 0 else _LOOK_MS)}
             if pipe in events and not _drain(pipe, data):
                 poll.unregister(pipe)

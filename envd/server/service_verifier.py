@@ -47,6 +47,7 @@ class VerifierService(Service, rpc.VerifierServicer):
             runtime=request.runtime,
             plugins=request.plugins,
             ini=request.ini,
+            idle_s=request.idle_s,
         )
         if result["exit"] == "timed_out":
             self.sandboxes.audit.record("limit.time", "", what="verification", seconds=timeout_s)

@@ -66,6 +66,7 @@ class Verifications:
         runtime: str = "",
         plugins: Sequence[str] = (),
         ini: Mapping[str, str] = {},
+        idle_s: float = 0,
     ) -> dict[str, Any]:
         """Grade a final state in a fresh sandbox and return the verifier's result.
 
@@ -86,6 +87,7 @@ class Verifications:
             "product": list(product),
             "plugins": list(plugins),
             "ini": dict(ini),
+            "idle_s": idle_s,
         }
         blob = diff + b"".join(content for _, content in files)
         with self._templates.held(digest), self._runtimes.held(runtime), self._counted():

@@ -101,6 +101,54 @@ def test_a_deadline_ends_a_verification_and_its_children(namespaces: Harness) ->
     assert result.seconds < 5
 
 
+SUBTESTS = """\
+import unittest
+
+from calc import add
+
+
+class Sums(unittest.TestCase):
+    def test_all(self):
+        for left, right in ((1, 2), (0, 0), (3, 4)):
+            with self.subTest(left=left):
+                if add(left, right) is None:
+                    self.skipTest("none")
+                self.assertEqual(add(left, right), left + right)
+
+
+def test_fixture(subtests):
+    for left, right in ((1, 2), (0, 0)):
+        with subtests.test(left=left):
+            assert add(left, right) == left + right
+"""
+
+
+def test_a_test_is_as_good_as_its_worst_subtest(anywhere: Harness) -> None:
+    hidden, tests = {"tests/test_sub.py": SUBTESTS.encode()}, ("tests/test_sub.py::Sums::test_all",)
+    tests += ("tests/test_sub.py::test_fixture",)
+    fixed = anywhere.verify({"calc.py": RIGHT}, hidden=hidden, tests=tests)
+    assert (statuses(fixed), fixed.tampering) == (["passed", "passed"], ())
+    broken = anywhere.verify({}, hidden=hidden, tests=tests)
+    assert (statuses(broken), broken.tampering) == (["failed", "failed"], ())
+    assert [each.message.split("\n")[0] for each in broken.outcomes] == [
+        "AssertionError: -1 != 3",
+        "assert -1 == (1 + 2)",
+    ]
+    last = {"calc.py": "def add(a, b):\n    return a + b if a < 3 else 0\n"}
+    assert statuses(anywhere.verify(last, hidden=hidden, tests=tests)) == ["failed", "passed"]
+    skips = {"calc.py": "def add(a, b):\n    return a + b if a else None\n"}
+    assert statuses(anywhere.verify(skips, hidden=hidden, tests=tests)) == ["skipped", "failed"]
+
+
+def test_a_run_that_only_waits_ends_before_its_deadline(anywhere: Harness) -> None:
+    waits = "import threading\n\n\ndef add(a, b):\n    if a:\n        threading.Event().wait()\n    return 0\n"
+    result = anywhere.verify({"calc.py": waits}, timeout_s=60, idle_s=2)
+    assert (result.exit, statuses(result)) == ("timed_out", ["missing", "missing"])
+    works = "import time\n\n\ndef add(a, b):\n    end = time.monotonic() + 2.5\n"
+    works += "    while time.monotonic() < end:\n        pass\n    return a + b\n"
+    assert statuses(anywhere.verify({"calc.py": works}, timeout_s=60, idle_s=1)) == ["passed", "passed"]
+
+
 def test_a_verification_that_its_caller_gave_up_on_ends_at_once(anywhere: Harness) -> None:
     mark = f"given-up-{os.getpid()}"
     slow = f"import subprocess\n\n\ndef test():\n    subprocess.run(['sh', '-c', 'sleep 30; true', '{mark}'])\n"

@@ -281,6 +281,43 @@ def test_a_fix_that_looks_at_frames_solves_its_task(tmp_path: Path, trusted: str
         assert [each.verdict.solved for each in played] == [solved] * len(tasks)
 
 
+def test_inherited_and_waiting_tests_in_several_files_give_tasks(tmp_path: Path, trusted: str) -> None:
+    more = {
+        "pack/box.py": (
+            "import threading\n\n\nclass Box:\n    def __init__(self):\n        self.lock = threading.Lock()\n"
+            "        self.items = []\n\n    def put(self, item):\n        with self.lock:\n"
+            "            self.items.append(item)\n        return len(self.items)\n"
+        ),
+        "tests/common.py": (
+            "class Puts:\n    def test_put(self):\n        assert self.box().put(1) == 1\n\n"
+            "    def test_put_twice(self):\n        box = self.box()\n"
+            "        assert [box.put(1), box.put(2)] == [1, 2]\n"
+        ),
+        **{
+            f"tests/test_box_{name}.py": (
+                "from tests.common import Puts\nfrom pack.box import Box\n\n\n"
+                f"class Test{name.title()}(Puts):\n    box = Box\n"
+            )
+            for name in ("a", "b")
+        },
+    }
+    source, store = package(tmp_path / "pack", more), open_store(str(tmp_path / "store"))
+    made(source, store, trusted, count=30, strategies=("mutate", "remove"))
+    (suite,) = list_artifacts(store, "task_suite")
+    tasks = [task for task in suite_tasks(suite, None).values() if task.meta["path"] == "pack/box.py"]
+    assert tasks, suite.json("card.json")["left_out"]
+    for task in tasks:
+        assert {"tests/common.py", "tests/test_box_a.py", "tests/test_box_b.py"} <= task.hidden_files.keys()
+    for agent, solved in (("oracle", True), ("noop", False)):
+        played = with_client(
+            trusted,
+            lambda client, agent=agent: play_suite(
+                tasks, agent_named(agent), client, Verifier(client, None, runtimes=store)
+            ),
+        )
+        assert [each.verdict.solved for each in played] == [solved] * len(tasks)
+
+
 def check_task(task: Task, source: Path) -> None:
     """The agent gets neither the failing tests nor a line of the fix."""
     for test in task.meta["fail_to_pass"]:

@@ -24,6 +24,8 @@ PASSING_SHARE = 0.8
 _WALL_S, _CPU_S = 60.0, 6.0
 """Deadlines of one test. The first, of wall clock, is for tests that wait: a busy machine must not exceed it."""
 _RUN_S = 900.0
+_AT_ONCE = 2
+"""Ways tried at once. Unlike candidates, which often only wait, all of them compute."""
 _RUNS: tuple[tuple[str, dict[str, Any], dict[str, str]], ...] = (
     ("plain", {"coverage": True}, {"TZ": "UTC", "PYTHONHASHSEED": "0"}),
     ("in another order", {"reverse": True}, {"TZ": "UTC", "PYTHONHASHSEED": "0"}),
@@ -84,7 +86,8 @@ async def run_baseline(repository: Repository, guest: Guest, store: Store) -> Ba
     key = step_key("baseline", {"guest": guest.digest, "runs": [list(run) for run in _RUNS]})
     found = recall(store, key)
     if found is None:
-        results = await asyncio.gather(*(_run(guest, *each) for each in _RUNS))
+        slots = asyncio.Semaphore(_AT_ONCE)
+        results = await asyncio.gather(*(_run(guest, slots, *each) for each in _RUNS))
         found = record(store, key, _summary(results))
     baseline = Baseline(
         {row[0]: TestFunction(row[0], tuple(row[1]), *row[2:]) for row in found["good"]},
@@ -95,9 +98,12 @@ async def run_baseline(repository: Repository, guest: Guest, store: Store) -> Ba
     return baseline
 
 
-async def _run(guest: Guest, name: str, how: dict[str, Any], env: dict[str, str]) -> dict[str, Any]:
+async def _run(
+    guest: Guest, slots: asyncio.Semaphore, name: str, how: dict[str, Any], env: dict[str, str]
+) -> dict[str, Any]:
     spec = {"runs": [{"name": "run", **how}], "wall_s": _WALL_S, "cpu_s": _CPU_S}
-    return await guest.run(spec, timeout_s=_RUN_S, env=env)
+    async with slots:
+        return await guest.run(spec, timeout_s=_RUN_S, env=env)
 
 
 def _summary(results: list[dict[str, Any]]) -> dict[str, Any]:

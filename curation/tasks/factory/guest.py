@@ -22,6 +22,8 @@ from curation.tasks.importing.trees import LEFT_OUT, Tree
 from envd.client import Limits, SandboxClient, SandboxGone, ToolCall
 
 PROGRAM = Path(__file__).with_name("inside.py").read_text()
+IDLE_S = 10.0
+"""Seconds in all for which tests may only wait, as in a deadlock: longer ones make no task."""
 _DIRECTORY = ".triplane-factory"
 _ATTEMPTS = 3
 _BACKOFF_S = 0.5
@@ -43,11 +45,11 @@ class Guest:
     """Runs specifications in sandboxes over one tree, in its surroundings. slots: sandboxes at once."""
 
     def __init__(
-        self, client: SandboxClient, tree: Tree, around: Surroundings, *, slots: int = 2, memory_mb: int = 1024
+        self, client: SandboxClient, tree: Tree, around: Surroundings, *, slots: int = 4, memory_mb: int = 1024
     ) -> None:
         self._client, self._tree, self._around = client, tree, around
         self._slots = asyncio.Semaphore(slots)
-        self._limits = Limits(memory_mb=memory_mb, pids=128, cpu=1.0, disk_mb=256, lifetime_s=3600)
+        self._limits = Limits(memory_mb=memory_mb, pids=1024, cpu=1.0, disk_mb=256, lifetime_s=3600)
         self._template: asyncio.Task[str] | None = None
 
     async def run(self, spec: dict[str, Any], *, timeout_s: float, env: dict[str, str] | None = None) -> dict[str, Any]:
@@ -59,6 +61,7 @@ class Guest:
             "options": [*OPTIONS, *self._around.environment.options],
             "files": test_files(self._tree),
             "workers": 1,
+            "idle_s": IDLE_S,
             **spec,
         }
         async with self._slots:

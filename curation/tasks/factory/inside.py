@@ -26,7 +26,7 @@ import sys
 import time
 import types
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
@@ -35,8 +35,9 @@ import pytest
 
 ROOT = Path("/workspace")
 OUT = Path("/tmp/.triplane-out")
-IDLE_S = 10.0
-"""Time in seconds after which a fork that only waits is ended."""
+MOST_WAITING = 24
+"""Forks that may wait beside those that run. Each may hold _MEMORY, of which a waiting one uses little."""
+_LOOK_S = 0.25
 MOST_DEATHS = 25
 """Tests that may kill their process before a run is given up."""
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]{6,}")
@@ -102,7 +103,7 @@ class Plugin:
             while groups:
                 again = []
                 jobs = ((n, functools.partial(self._group, group, run)) for n, group in enumerate(groups))
-                for number, ended, records in _in_forks(jobs, self.spec["workers"]):
+                for number, ended, records in _in_forks(jobs, self.spec["workers"], self.spec["idle_s"]):
                     done = {record[1]: record[2:] for record in records if record[0] == "end"}
                     lines.update({record[1]: record[2] for record in records if record[0] == "lines"})
                     begun = [record[1] for record in records if record[0] == "start"]
@@ -157,7 +158,7 @@ class Plugin:
         return found[0], found[1]
 
     def _screen(self, jobs: Iterator[tuple[Any, Callable[..., None]]], candidates: dict[str, Any]) -> None:
-        for identity, ended, records in _in_forks(jobs, self.spec["workers"]):
+        for identity, ended, records in _in_forks(jobs, self.spec["workers"], self.spec["idle_s"], MOST_WAITING):
             failed = {record[1]: record[2:4] for record in records if record[0] == "end" and record[2] != "passed"}
             ran = sum(record[0] == "end" for record in records)
             problem = next((record[1] for record in records if record[0] == "problem"), "")
@@ -207,15 +208,22 @@ class Plugin:
 
 
 def _in_forks(
-    jobs: Iterator[tuple[Any, Callable[..., None]]], workers: int
+    jobs: Iterator[tuple[Any, Callable[..., None]]], workers: int, idle_s: float, waiting: int = 0
 ) -> Iterator[tuple[Any, str, list[list[Any]]]]:
-    """Call every job in a fork, `workers` at once. Yields (key, how the fork ended, what it wrote)."""
+    """Call every job in a fork, `workers` at once and beside these up to `waiting` that only wait, each ended when it
+    has only waited for `idle_s`: in all, or without `waiting` at a stretch, since then it runs many tests. Yields (key,
+    how the fork ended, what it wrote).
+    """
     OUT.mkdir(exist_ok=True)
     running: dict[int, tuple[Any, Path, _Idle]] = {}
     killed: set[int] = set()
-    jobs, number = iter(jobs), 0
+    jobs, number, looked = iter(jobs), 0, time.monotonic()
     while True:
-        while len(running) < workers and (job := next(jobs, None)) is not None:
+        while (
+            len(running) < workers + waiting
+            and sum(not each.waits_s for _, _, each in running.values()) < workers
+            and (job := next(jobs, None)) is not None
+        ):
             number += 1
             path = OUT / str(number)
             pid = os.fork()
@@ -224,7 +232,16 @@ def _in_forks(
             running[pid] = (job[0], path, _Idle(pid))
         if not running:
             return
-        killed |= _await_any({pid: each[2] for pid, each in running.items()})
+        ended = _one_ended(running)
+        if time.monotonic() - looked >= _LOOK_S:
+            looked = time.monotonic()
+            for pid, (_, _, idle) in running.items():
+                idle.look()
+                if (idle.waited_s if waiting else idle.waits_s) > idle_s and pid not in killed:
+                    os.kill(pid, signal.SIGKILL)
+                    killed.add(pid)
+        if not ended:
+            continue
         pid, status = os.waitpid(-1, 0)
         if pid not in running:
             continue
@@ -237,19 +254,27 @@ def _in_forks(
 
 
 class _Idle:
-    """Tells whether a fork and its children only wait, as in a deadlock. On a busy machine what computes is slow, but
-    never stands still for so long.
+    """Tells how long a fork and its children have only waited, as in a deadlock. On a busy machine what computes is
+    slow, but does not stand still for a second.
     """
 
     def __init__(self, session: int) -> None:
-        self._session, self._used, self._since = session, 0, time.monotonic()
+        self._session, self._used, self._since, self._before_s = session, 0, time.monotonic(), 0.0
+        self.waits_s = 0.0
+        """Seconds without any computing until the last look, from 1 second on."""
 
-    def is_long(self) -> bool:
-        """Whether nothing was computed for IDLE_S. Call it every second."""
+    @property
+    def waited_s(self) -> float:
+        """Seconds in such spans together."""
+        return self._before_s + self.waits_s
+
+    def look(self) -> None:
+        """Look again."""
         used, now = _ticks(self._session), time.monotonic()
         if used != self._used:
-            self._used, self._since = used, now
-        return now - self._since > IDLE_S
+            self._used, self._since, self._before_s = used, now, self.waited_s
+        since = now - self._since
+        self.waits_s = since if since >= 1 else 0.0
 
 
 def _ticks(session: int) -> int:
@@ -263,20 +288,14 @@ def _ticks(session: int) -> int:
     return total
 
 
-def _await_any(running: dict[int, _Idle]) -> set[int]:
-    """Wait until a fork ends. Those that only wait are killed and returned."""
-    descriptors = {os.pidfd_open(pid): pid for pid in running}
+def _one_ended(pids: Iterable[int]) -> bool:
+    """Wait up to _LOOK_S for one of these processes to end."""
+    descriptors = [os.pidfd_open(pid) for pid in pids]
     poll = select.poll()
     for each in descriptors:
         poll.register(each, select.POLLIN)
     try:
-        while not poll.poll(1000):
-            idle = {pid for pid, each in running.items() if each.is_long()}
-            for pid in idle:
-                os.kill(pid, signal.SIGKILL)
-            if idle:
-                return idle
-        return set()
+        return bool(poll.poll(1000 * _LOOK_S))
     finally:
         for each in descriptors:
             os.close(each)

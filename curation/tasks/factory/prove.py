@@ -1,7 +1,7 @@
 """Prove bugs with the verifier, and make tasks of them.
 
-The fixed state of every task is the repository itself, so decoys and observations are proven once for each set of test
-files on the unchanged repository, and narrowed to a task's tests.
+The fixed state of every task is the repository itself, so decoys and observations are proven once for each test file on
+the unchanged repository, joined for a task whose failing tests are in several, and narrowed to its tests.
 
 Three repetitions must agree about a bug: the screen, a run before the fix, and one with a cheat that the verifier
 undoes. About the fix: the baseline, the run as written, and those beside it.
@@ -13,6 +13,7 @@ import asyncio
 import dataclasses
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import NoneType
 from typing import Generic, TypeVar
 
@@ -22,10 +23,11 @@ from curation.cheating import base_name, base_names, passing
 from curation.paths import changed_paths
 from curation.runs import Runs
 from curation.tasks.bugs import file_diff
-from curation.tasks.checks.proving import wholly_observed
+from curation.tasks.checks.proving import joined, wholly_observed
 from curation.tasks.factory.baseline import Baseline
 from curation.tasks.factory.environment import Surroundings, sources_of
 from curation.tasks.factory.functions import Function
+from curation.tasks.factory.guest import IDLE_S
 from curation.tasks.factory.leaks import Copies, without_tests
 from curation.tasks.factory.screen import Screened
 from curation.tasks.factory.source import Repository
@@ -62,7 +64,7 @@ class Proved:
 
 @dataclass(frozen=True)
 class _Master:
-    """What is proven once for all bugs whose failing tests are in the same files."""
+    """What is proven once for all bugs with failing tests in a file, or in the same files."""
 
     task: Task
     """The repository without a bug, with all stable tests of these files that pass in the verifier."""
@@ -101,11 +103,13 @@ class Prover:
     ) -> None:
         self._repository, self._baseline = repository, baseline
         self._environment = around.environment
-        self._verifier = Verifier(client, store, timeout_s=VERIFY_TIMEOUT_S)
-        self._runs = Runs(client, VERIFY_TIMEOUT_S, store)
+        self._verifier = Verifier(client, store, timeout_s=VERIFY_TIMEOUT_S, idle_s=IDLE_S)
+        self._runs = Runs(client, VERIFY_TIMEOUT_S, store, idle_s=IDLE_S)
         self._copies = Copies(repository.tree, sources_of(around.runtime))
+        self._numbers = {path: number for number, path in enumerate(sorted(set(map(_file_of, baseline.good))))}
+        """Number of each test file in checks."""
         self._masters: _Shared[tuple[str, ...], _Master] = _Shared()
-        self._cheated: _Shared[tuple[str, tuple[str, ...]], dict[str, Verdict]] = _Shared()
+        self._cheated: _Shared[tuple[str, str], dict[str, Verdict]] = _Shared()
 
     async def prove(self, screened: Screened, function: Function) -> Proved:
         """Make a task of a bug and prove it, within bounded time. Raises InfraFault if envd keeps failing."""
@@ -150,8 +154,7 @@ class Prover:
     async def _cheats(self, task: Task) -> dict[str, Verdict]:
         """Verdicts on the cheats, by name.
 
-        Those that replace the bug's file make the same state of all its bugs with the same test files: they are tried
-        once for these, with all tests.
+        Those that replace the bug's file make the same state of all its bugs: they are tried once with each test file.
         """
         states = cheat_states(task)
         found: dict[str, Verdict] = {}
@@ -163,20 +166,24 @@ class Prover:
 
     async def _file_cheats(self, task: Task) -> dict[str, Verdict]:
         """Verdicts on the cheats that leave nothing of the bug's file."""
-        path, files = str(task.meta["path"]), tuple(sorted(task.hidden_files))
+        path = str(task.meta["path"])
 
-        async def verdicts() -> dict[str, Verdict]:
-            master = await self._master(files)
+        async def verdicts(file: str) -> dict[str, Verdict]:
+            master = await self._master((file,))
             every = dataclasses.replace(master.task, meta={"path": path}, checks=master.checks)
             states = cheat_states(every)
             return {name: await self._verifier.grade(every, states[name]) for name in states if name != RESTORED}
 
-        found = await self._cheated.get((path, files), verdicts)
+        files = sorted(set(map(_file_of, task.meta["fail_to_pass"])))
+        found = [await self._cheated.get((path, file), partial(verdicts, file)) for file in files]
         wanted = set(base_names(task.tests))
-        return {
-            name: verdict.model_copy(update={"solved": not verdict.tampered and wanted <= _passing(verdict)})
-            for name, verdict in found.items()
-        }
+        together = {}
+        for name, verdict in found[0].items():
+            each = [verdicts[name] for verdicts in found]
+            passing = set[str]().union(*map(_passing, each))
+            solved = wanted <= passing and not any(verdict.tampered for verdict in each)
+            together[name] = verdict.model_copy(update={"solved": solved})
+        return together
 
     async def _draft(self, screened: Screened, function: Function) -> Task | str:
         """The task before its proof, or the reason why there is none."""
@@ -186,10 +193,13 @@ class Prover:
             return "leak: a file holds a copy of the fixed code"
         good = self._baseline.good
         failed = [good[name] for name in screened.failed]
-        files = {test.name.split("::", 1)[0] for test in failed}
+        files = {_file_of(test.name) for test in failed}
         cut = without_tests(tree, failed)
         if isinstance(cut, str):
             return f"leak: {cut}"
+        hidden = sorted(files | {test.path for test in failed})
+        if not {edit.path for edit in candidate.edits}.isdisjoint(hidden):
+            return "leak: a failing test is defined in the bug's file"
         master = await self._master(tuple(sorted(files)))
         passes = master.passes
         to_pass = sorted(screened.failed)
@@ -212,7 +222,7 @@ class Prover:
             split=Split.TRAIN,
             instruction=instruction,
             files=changed,
-            hidden_files={path: tree[path] for path in sorted(files)},
+            hidden_files={path: tree[path] for path in hidden},
             tests=tests,
             reference_diff=reference,
             meta={
@@ -231,19 +241,56 @@ class Prover:
         )
 
     async def _master(self, files: tuple[str, ...]) -> _Master:
-        return await self._masters.get(files, lambda: self._prove_master(files))
+        make = self._joined if len(files) > 1 else self._prove_master
+        return await self._masters.get(files, lambda: make(files))
 
     async def _prove_master(self, files: tuple[str, ...]) -> _Master:
-        tests = tuple(name for name in sorted(self._baseline.good) if name.split("::", 1)[0] in files)
-        tree = self._repository.tree
-        hidden = {path: tree[path] for path in files}
-        name = f"{self._repository.name}-{'+'.join(files)}"
-        task = Task(name, "master", Split.TRAIN, "", tree, hidden, tests, b"", {}, environment=self._environment)
+        (file,) = files
+        tests = tuple(name for name in sorted(self._baseline.good) if _file_of(name) == file)
+        task = self._master_task(files, tests)
         passes = passing(await self._runs.run(task, b""))
         task = dataclasses.replace(task, tests=tuple(test for test in tests if test in passes))
-        checks = await self._verifier.checks(task) if task.tests else Checks(None, (), ())
-        whole = await asyncio.to_thread(wholly_observed, base_names(task.tests), checks.observed, hidden)
+        number = self._numbers[file]
+        checks = await self._verifier.checks(task, number) if task.tests else Checks(None, (), ())
+        names, hidden = base_names(task.tests), task.hidden_files
+        whole = await asyncio.to_thread(wholly_observed, names, checks.observed, hidden, number)
         return _Master(task, checks, passes, whole)
+
+    async def _joined(self, files: tuple[str, ...]) -> _Master:
+        """What is proven of several files. Only tests that pass together count, and decoys that they fail together."""
+        masters = await asyncio.gather(*(self._master((file,)) for file in files))
+        task = self._master_task(files, tuple(sorted(test for each in masters for test in each.task.tests)))
+        checks = joined([each.checks for each in masters])
+        asked = {test for each in checks.decoys for test in each.tests}
+        names = tuple(test for test in base_names(task.tests) if test in asked)
+        written, *found = await asyncio.gather(
+            self._runs.run(task, b""),
+            *(self._runs.run(task, b"", task.hidden_files | each.files, names) for each in checks.decoys),
+        )
+        passes = passing(written)
+        decoys = [
+            Decoy(decoy.files, failing)
+            for decoy, result in zip(checks.decoys, found, strict=True)
+            if result.exit != "timed_out"
+            and (failing := tuple(test for test in decoy.tests if test not in passing(result)))
+        ]
+        decided = checks.fully_observed.union(*(each.tests for each in decoys))
+        checks = Checks(
+            checks.observed,
+            tuple(decoys),
+            tuple(test for test in base_names(task.tests) if test not in decided),
+            tuple(sorted({*checks.known, *(name for each in (written, *found) for name in each.tampering)})),
+        )
+        return _Master(task, checks, passes, frozenset[str]().union(*(each.whole for each in masters)))
+
+    def _master_task(self, files: tuple[str, ...], tests: tuple[str, ...]) -> Task:
+        tree, name = self._repository.tree, f"{self._repository.name}-{'+'.join(files)}"
+        hidden = {path: tree[path] for path in files}
+        return Task(name, "master", Split.TRAIN, "", tree, hidden, tests, b"", {}, environment=self._environment)
+
+
+def _file_of(test: str) -> str:
+    return test.split("::", 1)[0]
 
 
 def _passing(verdict: Verdict) -> set[str]:
