@@ -13,6 +13,7 @@ from contracts.artifacts import list_artifacts
 from contracts.runtimes import ARCHIVE
 from contracts.store import open_store
 from curation.tasks.agents import agent_named, play_suite
+from curation.tasks.factory import guest
 from curation.tasks.factory.environment import needs_index, plugins_of, pytest_settings, sources_of
 from curation.tasks.factory.make import MakeConfig, make_suite
 from curation.tasks.importing.splits import DEFAULT_SHARES
@@ -47,6 +48,25 @@ def test_settings_are_those_that_pytest_would_read(
     files: dict[str, str], want: tuple[tuple[str, str], ...], tmp_path: Path
 ) -> None:
     assert pytest_settings({path: text.encode() for path, text in files.items()}) == want
+
+
+@pytest.mark.parametrize(
+    ("files", "want"),
+    [
+        ({}, ["bench/test_speed.py", "pack/test_inner.py", "tests/deep/test_b.py", "tests/test_a.py"]),
+        ({"pyproject.toml": '[tool.pytest]\ntestpaths = "tests"\n'}, ["tests/deep/test_b.py", "tests/test_a.py"]),
+        ({"pytest.ini": "[pytest]\ntestpaths = tests/deep ./pack\n"}, ["pack/test_inner.py", "tests/deep/test_b.py"]),
+        ({"setup.cfg": "[tool:pytest]\ntestpaths =\n    tests/test_*.py\n"}, ["tests/test_a.py"]),
+        ({"pytest.ini": "[pytest]\ntestpaths = elsewhere\n"}, 4),
+        ({"pytest.ini": "[pytest]\ntestpaths = 'open\n"}, 4),
+        ({"pyproject.toml": "[tool.pytest]\ntestpaths = 3\n"}, 4),
+        ({"pyproject.toml": "[tool.pytest]\ntestpaths = ['.']\n"}, 4),
+    ],
+)
+def test_test_files_are_those_where_pytest_would_look(files: dict[str, str], want: list[str] | int) -> None:
+    paths = ("tests/test_a.py", "tests/deep/test_b.py", "tests/helper.py", "bench/test_speed.py", "pack/test_inner.py")
+    found = guest.test_files(dict.fromkeys(paths, b"") | {path: text.encode() for path, text in files.items()})
+    assert found == want or len(found) == want
 
 
 def test_plugins_that_change_runs_are_left_out() -> None:

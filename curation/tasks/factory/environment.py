@@ -13,7 +13,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from packaging.requirements import Requirement
@@ -105,17 +105,32 @@ def plugins_of(packages: list[dict[str, Any]]) -> list[str]:
 
 
 def pytest_settings(tree: Mapping[str, bytes]) -> tuple[tuple[str, str], ...]:
-    """Settings of pytest that say what a repository's tests are, from the file that pytest would read."""
+    """Settings of pytest that say what a repository's tests are."""
+    found = _settings_of(tree)
+    settings = {key: _text(found[key]) for key in _SETTINGS if key in found}
+    marks = _marks(found.get("addopts", ""))
+    return tuple(sorted((settings | ({"addopts": marks} if marks else {})).items()))
+
+
+def test_paths(tree: Mapping[str, bytes]) -> list[str]:
+    """Patterns of the files and folders in which pytest looks for tests; empty: everywhere."""
+    found = _settings_of(tree).get("testpaths", "")
+    try:
+        words = shlex.split(found) if isinstance(found, str) else [str(each) for each in found]
+    except (TypeError, ValueError):
+        return []
+    return [str(PurePosixPath(each)) for each in words]
+
+
+def _settings_of(tree: Mapping[str, bytes]) -> Mapping[str, Any]:
+    """Settings of the file that pytest would read."""
     for path in ("pytest.ini", ".pytest.ini", "pyproject.toml", "tox.ini", "setup.cfg"):
-        if path not in tree:
-            continue
-        text = tree[path].decode(errors="replace")
-        found = _of_toml(text) if path == "pyproject.toml" else _of_ini(text, _SECTIONS[path])
-        if found is not None:
-            settings = {key: _text(found[key]) for key in _SETTINGS if key in found}
-            marks = _marks(found.get("addopts", ""))
-            return tuple(sorted((settings | ({"addopts": marks} if marks else {})).items()))
-    return ()
+        if path in tree:
+            text = tree[path].decode(errors="replace")
+            found = _of_toml(text) if path == "pyproject.toml" else _of_ini(text, _SECTIONS[path])
+            if found is not None:
+                return found
+    return {}
 
 
 def _marks(options: Any) -> str:

@@ -7,6 +7,7 @@ import base64
 import json
 import re
 import zlib
+from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -16,7 +17,7 @@ from contracts.retries import backoff_s
 from contracts.runtimes import ARCHIVE
 from contracts.tasks import files_digest
 from curation.errors import TaskError
-from curation.tasks.factory.environment import Surroundings
+from curation.tasks.factory.environment import Surroundings, test_paths
 from curation.tasks.factory.functions import is_test_file
 from curation.tasks.importing.trees import LEFT_OUT, Tree
 from envd.client import Limits, SandboxClient, SandboxGone, ToolCall
@@ -126,12 +127,15 @@ class Guest:
 
 def test_files(tree: Tree) -> list[str]:
     """Files of tests that pytest would collect."""
-    return [
+    found = [
         path
         for path in sorted(tree)
         if is_test_file(path)
         and not any(part in LEFT_OUT or part.startswith(".") for part in PurePosixPath(path).parts[:-1])
     ]
+    wanted = test_paths(tree)
+    patterns = [pattern for each in wanted for pattern in (each, f"{each}/*")]
+    return [path for path in found if any(fnmatchcase(path, each) for each in patterns)] or found
 
 
 def _result(diff: bytes, path: str) -> dict[str, Any] | None:
