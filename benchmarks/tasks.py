@@ -1,8 +1,7 @@
 """Tasks: suites made of packages of an index, without a setting for any: yields, time, and speed of the screen.
 
 For each package, `triplane tasks make` runs in its own store; then the oracle, noop and an agent that searches its
-sandbox for the solution (`tasks_attacker`) play tasks of the suite. The screen is compared with one pytest process in
-a sandbox for each candidate, on the same candidates and tests.
+sandbox for the solution (`tasks_attacker`) play tasks of the suite.
 """
 
 from __future__ import annotations
@@ -25,13 +24,7 @@ from contracts.errors import TriplaneError
 from contracts.store import open_store
 from contracts.tasks import Task
 from curation.tasks.agents import Agent, Observation, agent_named, play_suite
-from curation.tasks.factory.baseline import Baseline, run_baseline
-from curation.tasks.factory.environment import surroundings_of
-from curation.tasks.factory.guest import Guest
-from curation.tasks.factory.make import MakeConfig, covered_functions, draw, make_suite
-from curation.tasks.factory.screen import screen
-from curation.tasks.factory.source import Repository, read_repository
-from curation.tasks.factory.strategies import Candidate, Context, strategy_named
+from curation.tasks.factory.make import MakeConfig, make_suite
 from curation.tasks.importing.splits import DEFAULT_SHARES
 from curation.tasks.inspect import suite_tasks
 from curation.verify import Verifier
@@ -53,8 +46,6 @@ class TasksOptions(Options):
     """Tasks wanted of each package."""
     played: int = Field(50, ge=1)
     """Tasks of each package that the agents play, spread over its suite."""
-    compared: int = Field(20, ge=0)
-    """Candidates of the first package that are also run in one pytest process each."""
     folder: str = ""
     """Folder of the stores, kept for resuming; default: a temporary one."""
 
@@ -90,7 +81,6 @@ async def _run(options: TasksOptions, folder: Path, address: str) -> Result:
             print(f"{pin} ...", file=sys.stderr, flush=True)
             rows.append(await _package(pin, options, folder / pin.split("==")[0], client))
             print(rows[-1], file=sys.stderr, flush=True)
-        speedup = await _speedup(packages[0], options.compared, folder / "screen", client) if options.compared else {}
     working = [row for row in rows if row["tasks"]]
     metrics = {
         "packages_that_work": float(len(working)),
@@ -102,7 +92,6 @@ async def _run(options: TasksOptions, folder: Path, address: str) -> Result:
         "search_score": max((row["search"] for row in working), default=1.0),
         "searched": float(sum(row["played"] for row in rows)),
         "in_two_splits": float(sum(row["in_two_splits"] for row in rows)),
-        **speedup,
     }
     whole = (options.packages, options.count) == (PACKAGES, 500)
     return Result(metrics, rows, judged=whole)
@@ -130,33 +119,3 @@ async def _package(pin: str, options: TasksOptions, folder: Path, client: Sandbo
             splits[place].add(task.split.value)
     shared = sum(len(each) > 1 for each in splits.values())
     return row | {"tasks": len(tasks), "seconds": seconds, "played": len(some), **scores, "in_two_splits": shared}
-
-
-async def _speedup(pin: str, count: int, folder: Path, client: SandboxClient) -> dict[str, float]:
-    """Candidates a second of the screen, and of one pytest process for each."""
-    store = open_store(str(folder))
-    repository = read_repository(f"pypi:{pin}", store)
-    guest = Guest(client, repository.tree, surroundings_of(repository, store), slots=1)
-    baseline = await run_baseline(repository, guest, store)
-    functions = covered_functions(repository, baseline)
-    context = Context(repository, functions, baseline.lines, 0, most=count)
-    candidates = draw(list(strategy_named("mutate")(context)), MakeConfig(count))
-    few = candidates[:count]
-    began = time.perf_counter()
-    screening = await screen(candidates, {each.key: each for each in functions}, baseline, guest, store)
-    screened = len(candidates) / (time.perf_counter() - began)
-    covering = {each.candidate.identity: each.covering for each in screening.kept}
-    began = time.perf_counter()
-    for each in few:
-        await _one_process(repository, baseline, each, covering.get(each.identity, ()), client)
-    alone = len(few) / (time.perf_counter() - began)
-    return {"screened_per_second": screened, "processes_per_second": alone, "screen_speedup": screened / alone}
-
-
-async def _one_process(
-    repository: Repository, baseline: Baseline, candidate: Candidate, tests: Sequence[str], client: SandboxClient
-) -> None:
-    names = " ".join(sorted(tests or list(baseline.good)[:1]))
-    command = f"python -m pytest -q -p no:cacheprovider --import-mode=importlib {names}"
-    async with await client.create(await client.put_template(candidate.apply(repository.tree))) as sandbox:
-        await sandbox.call(ToolCall("exec", {"command": command, "timeout_s": 120}), timeout_s=120)

@@ -121,8 +121,8 @@ def run_tests(
 
 
 def _quiet_hypothesis() -> None:
-    """Let Hypothesis, if it is installed, draw the same examples in every run and stop at the first that fails: its
-    search for a simpler one takes minutes.
+    """Let Hypothesis, if it is installed, draw the same few examples in every run and stop at the first that fails: a
+    verdict has up to eight runs, and a search for a simpler example takes minutes.
 
     Call it before the final state's folders are on the path.
     """
@@ -131,7 +131,9 @@ def _quiet_hypothesis() -> None:
     except ImportError:
         return
     phases = (Phase.explicit, Phase.reuse, Phase.generate, Phase.target)
-    settings.register_profile("verdicts", settings.default, phases=phases, derandomize=True, database=None)
+    settings.register_profile(
+        *("verdicts", settings.default), phases=phases, derandomize=True, database=None, max_examples=25
+    )
     settings.load_profile("verdicts")
 
 

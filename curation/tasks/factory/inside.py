@@ -452,7 +452,7 @@ def _message(report: Any) -> str:
 
 
 def _quiet_hypothesis(files: Sequence[Path]) -> None:
-    """As envd's test runner: Hypothesis draws the same examples in every run and stops at the first that fails."""
+    """As envd's test runner: Hypothesis draws the same few examples in every run and stops at the first that fails."""
     if not any(b"hypothesis" in path.read_bytes() for path in files):
         return
     try:
@@ -460,7 +460,9 @@ def _quiet_hypothesis(files: Sequence[Path]) -> None:
     except ImportError:
         return
     phases = (Phase.explicit, Phase.reuse, Phase.generate, Phase.target)
-    settings.register_profile("verdicts", settings.default, phases=phases, derandomize=True, database=None)
+    settings.register_profile(
+        *("verdicts", settings.default), phases=phases, derandomize=True, database=None, max_examples=25
+    )
     settings.load_profile("verdicts")
 
 
