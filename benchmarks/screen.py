@@ -135,7 +135,7 @@ def _written(repository: Repository, folder: Path) -> Path:
 
 
 def _cosmic_ray(peers: Path, folder: Path, modules: Sequence[str], tests: Sequence[str], seconds: float) -> float:
-    command = f"{peers / 'python'} -m pytest -x -q -p no:cacheprovider {shlex.join(tests)}"
+    command = f"timeout -s KILL 20 {peers / 'python'} -m pytest -x -q -p no:cacheprovider {shlex.join(tests)}"
     listed = ", ".join(f'"{each}"' for each in modules)
     (folder / "cosmic.toml").write_text(
         f'[cosmic-ray]\nmodule-path = [{listed}]\ntimeout = 20.0\nexcluded-modules = []\ntest-command = "{command}"\n'
@@ -151,7 +151,7 @@ def _cosmic_ray(peers: Path, folder: Path, modules: Sequence[str], tests: Sequen
     ):
         try:
             process.wait(seconds)
-        finally:  # with the mutant that it runs, which may be endless
+        finally:
             os.killpg(process.pid, signal.SIGKILL)
     took = time.perf_counter() - began
     with sqlite3.connect(folder / "session.sqlite") as session:

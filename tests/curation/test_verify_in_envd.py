@@ -14,6 +14,7 @@ import pytest
 
 from contracts.store import LocalStore
 from contracts.tasks import Split, Task
+from curation.tasks.bugs import file_diff
 from curation.verify import Verdict, Verifier, read_verdict, verdict_key
 from envd.backends import BACKENDS
 from envd.client import SandboxClient, ToolCall
@@ -235,3 +236,59 @@ def test_independent_grader_agrees(diffs: dict[str, bytes], verdicts: dict[str, 
     command = [sys.executable, "-I", str(script), str(tmp_path / "episodes.json")]
     lines = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path).stdout.splitlines()
     assert [line.split()[1] == "passed" for line in lines] == [verdicts[name].solved for name in names]
+
+
+SUBTESTS = b"""import unittest
+
+from app import larger
+
+
+class Larger(unittest.TestCase):
+    def test_all(self):
+        for left, right, want in ((3, 2, 3), (-1, 4, 4), (2, 2, 2)):
+            with self.subTest(left=left, right=right):
+                self.assertEqual(larger(left, right), want)
+
+
+def test_fixture(subtests):
+    for left, right, want in ((3, 2, 3), (-1, 4, 4), (2, 2, 2)):
+        with subtests.test(left=left):
+            assert larger(left, right) == want
+"""
+SWALLOWERS = {
+    "subTest": (
+        "import contextlib, unittest\n\n@contextlib.contextmanager\ndef quiet(self, *args, **named):\n"
+        "    with contextlib.suppress(BaseException):\n        yield\n\nunittest.TestCase.subTest = quiet\n"
+    ),
+    "reports": (
+        "import _pytest.subtests as found\n\nnew = found.SubtestReport._new.__func__\n\n"
+        "def forged(cls, *args, **named):\n"
+        "    made = new(cls, *args, **named)\n    made.outcome, made.longrepr = 'passed', None\n    return made\n\n"
+        "found.SubtestReport._new = classmethod(forged)\n"
+    ),
+    "contexts": "import _pytest.subtests as found\n\nfound._SubTestContextManager.__exit__ = lambda *args: True\n",
+    "collector": "import _pytest.unittest as found\n\nfound.TestCaseFunction.addSubTest = lambda *args: None\n",
+    "all reports": "import pytest\n\npytest.TestReport.context = None\n",
+    "skips": "import unittest\n\ndef larger(mita, rovo):\n    raise unittest.SkipTest('no')\n",
+}
+
+
+def test_swallowed_subtests_solve_nothing(address: str) -> None:
+    right = "def larger(mita, rovo):\n    return max(mita, rovo)\n"
+    names = ("tests/test_hidden.py::Larger::test_all", "tests/test_hidden.py::test_fixture")
+    reference = file_diff("app.py", MODULE.decode(), right)
+    task = dataclasses.replace(
+        TASK, hidden_files={"tests/test_hidden.py": SUBTESTS}, tests=names, reference_diff=reference
+    )
+    states = {name: text if "def larger" in text else text + MODULE.decode() for name, text in SWALLOWERS.items()}
+
+    async def run() -> dict[str, Verdict]:
+        async with SandboxClient(address) as client:
+            verifier = Verifier(client, None)
+            diffs = {name: file_diff("app.py", MODULE.decode(), text) for name, text in states.items()}
+            diffs |= {"right": reference, "untouched": b""}
+            return {name: await verifier.grade(task, diff) for name, diff in diffs.items()}
+
+    verdicts = asyncio.run(run())
+    assert {name for name, verdict in verdicts.items() if verdict.solved} == {"right"}
+    assert {test.status for test in verdicts["untouched"].tests} == {"failed"}
