@@ -68,7 +68,7 @@ async def prove(task: Task, run: Run, first: int = 0) -> Proof:
         run(None, None), _observe(task, files, tests, keys, run, first), failed(versions[:always])
     )
     if not passed(task.tests, written):
-        holding = tuple(test for test in tests if _function(test) in keys)
+        holding = tuple(test for test in tests if function_of(test) in keys)
         kept = (Decoy(versions[0], holding),) if versions and holding else ()
         return Proof(Checks(None, kept, tuple(test for test in tests if test not in holding)), written)
     if len(versions) > always and _unobserved(tests, observed, keys):
@@ -143,7 +143,7 @@ def wholly_observed(
     tests: all tests of the files that run. files: the hidden tests.
     """
     keys = observing.functions_of(files, first)
-    own = {test: keys.pop(_function(test), []) for test in tests}
+    own = {test: keys.pop(function_of(test), []) for test in tests}
     if observed is None or any(key not in observed.rules for each in keys.values() for key in each):
         return frozenset()
     return frozenset(test for test in tests if test in observed.seen and set(own[test]) <= observed.rules.keys())
@@ -173,7 +173,7 @@ def _repeatable(observed: Observed | None, drawn: set[str]) -> Observed | None:
     """The observed tests without those that see other values in every run."""
     if observed is None or not drawn:
         return observed
-    seen = {test: keys for test, keys in observed.seen.items() if _function(test) not in drawn}
+    seen = {test: keys for test, keys in observed.seen.items() if function_of(test) not in drawn}
     return Observed(observed.files, observed.rules, observed.hidden, seen) if seen else None
 
 
@@ -217,7 +217,7 @@ def _disagreeing(made: Observed, result: VerifyResult, tests: Sequence[str], key
     good = passing(result)
     for test in tests:
         if test not in good:
-            bad |= set(keys.get(_function(test), [])) or set(made.rules)
+            bad |= set(keys.get(function_of(test), [])) or set(made.rules)
     return bad
 
 
@@ -228,7 +228,7 @@ def _seen(made: Observed, result: VerifyResult) -> dict[str, dict[str, list[str]
     return seen
 
 
-def _function(test: str) -> str:
+def function_of(test: str) -> str:
     """`path::function` of a test's name."""
     path, _, rest = test.partition("::")
     return f"{path}::{rest.rpartition('::')[2]}"

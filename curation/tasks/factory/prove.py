@@ -23,7 +23,8 @@ from curation.cheating import base_name, base_names, passing
 from curation.paths import changed_paths
 from curation.runs import Runs
 from curation.tasks.bugs import file_diff
-from curation.tasks.checks.proving import joined, wholly_observed
+from curation.tasks.checks.observing import drawn_functions
+from curation.tasks.checks.proving import function_of, joined, wholly_observed
 from curation.tasks.factory.baseline import Baseline
 from curation.tasks.factory.environment import Surroundings, sources_of
 from curation.tasks.factory.functions import Function
@@ -108,6 +109,7 @@ class Prover:
         self._copies = Copies(repository.tree, sources_of(around.runtime))
         self._numbers = {path: number for number, path in enumerate(sorted(set(map(_file_of, baseline.good))))}
         """Number of each test file in checks."""
+        self._drawn = drawn_functions({path: repository.tree[path] for path in self._numbers})
         self._masters: _Shared[tuple[str, ...], _Master] = _Shared()
         self._cheated: _Shared[tuple[str, str], dict[str, Verdict]] = _Shared()
 
@@ -207,7 +209,8 @@ class Prover:
             return "the verifier's run of its tests fails before the bug"
         kept = [name for name in screened.covering if name not in screened.failed and name in passes]
         others = sorted(name for name in passes if name not in screened.failed and name not in kept)
-        to_keep = [*kept, *others][:MOST_KEPT]
+        # each verdict runs them several times, and those with drawn values take the longest
+        to_keep = [*sorted(kept, key=self._is_drawn), *sorted(others, key=self._is_drawn)][:MOST_KEPT]
         changed = candidate.apply(cut)
         paths = sorted({edit.path for edit in candidate.edits})
         reference = b"".join(file_diff(path, changed[path].decode(), tree[path].decode()) for path in paths)
@@ -239,6 +242,9 @@ class Prover:
             environment=self._environment,
             base=tree,
         )
+
+    def _is_drawn(self, test: str) -> bool:
+        return function_of(test) in self._drawn
 
     async def _master(self, files: tuple[str, ...]) -> _Master:
         make = self._joined if len(files) > 1 else self._prove_master
