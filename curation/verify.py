@@ -31,6 +31,7 @@ from contracts.tasks import Checks, Task
 from curation.cheating import Evidence, base_name, base_names, find_cheating, passed, passing
 from curation.errors import CurationError
 from curation.findings import SUSPICIONS, Finding, finding, merged
+from curation.once import Once
 from curation.runs import Runs, Ungradable
 from curation.states.answer import grade_answer
 from curation.states.requests import grade_requests
@@ -222,7 +223,7 @@ class Verifier:
         self._readers = ThreadPoolExecutor(concurrency, "verdicts")
         self._memory: OrderedDict[str, Verdict] = OrderedDict()
         self._flights: dict[str, _Flight] = {}
-        self._checks: dict[str, asyncio.Task[Checks]] = {}
+        self._checks: Once[str, Checks] = Once()
         self._order = random.SystemRandom()
         self._eager, self._active = eager, 0
 
@@ -275,10 +276,7 @@ class Verifier:
         """
         if task.checks is not None:
             return task.checks
-        work = self._checks.get(task.digest)
-        if work is None or (work.done() and (work.cancelled() or work.exception() is not None)):
-            work = self._checks[task.digest] = asyncio.create_task(self._prove(task, first))
-        return await asyncio.shield(work)
+        return await self._checks.get(task.digest, lambda: self._prove(task, first))
 
     async def _prove(self, task: Task, first: int) -> Checks:
         key = checks_key(task, first)
@@ -341,8 +339,7 @@ class Verifier:
 
     def _known(self, task: Task) -> bool:
         """Whether a task's checks are available without making them."""
-        work = self._checks.get(task.digest)
-        return task.checks is not None or (work is not None and work.done())
+        return task.checks is not None or self._checks.done(task.digest)
 
     async def _doubt(
         self, task: Task, diff: bytes, written: VerifyResult, checks: Checks, begun: asyncio.Task[_Beside] | None

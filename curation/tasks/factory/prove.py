@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import NoneType
-from typing import Generic, TypeVar
 
 from contracts.store import Store
 from contracts.tasks import Checks, Decoy, Observed, Split, Task
 from curation.cheating import base_name, base_names, passing
+from curation.once import Once
 from curation.paths import changed_paths
 from curation.runs import Runs
 from curation.tasks.bugs import file_diff
@@ -36,9 +35,6 @@ from curation.tasks.factory.text import instruction_of
 from curation.tasks.validate import RESTORED, CheatResult, cheat_states, contradiction
 from curation.verify import Verdict, Verifier
 from envd.client import SandboxClient
-
-K = TypeVar("K")
-V = TypeVar("V")
 
 _FLIPS = "repetitions disagree"
 MOST_KEPT = 40
@@ -75,22 +71,6 @@ class _Master:
     """Tests of which every assertion is observed."""
 
 
-class _Shared(Generic[K, V]):
-    """Work that is done once for all who ask for it, each within PROOF_S; after an infrastructure fault, again."""
-
-    def __init__(self) -> None:
-        self._work: dict[K, asyncio.Task[V]] = {}
-
-    async def get(self, key: K, make: Callable[[], Coroutine[None, None, V]]) -> V:
-        """Result for `key`. Raises TimeoutError, or what `make` raised."""
-        work = self._work.get(key)
-        if work is None or (
-            work.done() and (work.cancelled() or not isinstance(work.exception(), (TimeoutError, NoneType)))
-        ):
-            work = self._work[key] = asyncio.create_task(asyncio.wait_for(make(), PROOF_S))
-        return await asyncio.shield(work)
-
-
 class Prover:
     """Makes and proves tasks of one repository."""
 
@@ -110,8 +90,8 @@ class Prover:
         self._numbers = {path: number for number, path in enumerate(sorted(set(map(_file_of, baseline.good))))}
         """Number of each test file in checks."""
         self._drawn = drawn_functions({path: repository.tree[path] for path in self._numbers})
-        self._masters: _Shared[tuple[str, ...], _Master] = _Shared()
-        self._cheated: _Shared[tuple[str, str], dict[str, Verdict]] = _Shared()
+        self._masters: Once[tuple[str, ...], _Master] = Once(TimeoutError)
+        self._cheated: Once[tuple[str, str], dict[str, Verdict]] = Once(TimeoutError)
 
     async def prove(self, screened: Screened, function: Function) -> Proved:
         """Make a task of a bug and prove it, within bounded time. Raises InfraFault if envd keeps failing."""
@@ -174,7 +154,8 @@ class Prover:
             master = await self._master((file,))
             every = dataclasses.replace(master.task, meta={"path": path}, checks=master.checks)
             states = cheat_states(every)
-            return {name: await self._verifier.grade(every, states[name]) for name in states if name != RESTORED}
+            async with asyncio.timeout(PROOF_S):
+                return {name: await self._verifier.grade(every, states[name]) for name in states if name != RESTORED}
 
         files = sorted(set(map(_file_of, task.meta["fail_to_pass"])))
         found = [await self._cheated.get((path, file), partial(verdicts, file)) for file in files]
@@ -248,7 +229,7 @@ class Prover:
 
     async def _master(self, files: tuple[str, ...]) -> _Master:
         make = self._joined if len(files) > 1 else self._prove_master
-        return await self._masters.get(files, lambda: make(files))
+        return await self._masters.get(files, lambda: asyncio.wait_for(make(files), PROOF_S))
 
     async def _prove_master(self, files: tuple[str, ...]) -> _Master:
         (file,) = files
