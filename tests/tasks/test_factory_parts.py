@@ -18,7 +18,7 @@ from contracts.tasks import Split
 from curation.errors import TaskError
 from curation.tasks.factory.baseline import TestFunction
 from curation.tasks.factory.choose import Caps, distinct
-from curation.tasks.factory.functions import Function, Lines, Source, product_sources
+from curation.tasks.factory.functions import Function, Lines, Source, named_once, product_sources
 from curation.tasks.factory.leaks import Copies, without_tests
 from curation.tasks.factory.licences import UNKNOWN, check_licence, licence_of
 from curation.tasks.factory.make import first_accepted
@@ -163,6 +163,16 @@ def test_copies_of_a_function_are_found_wherever_they_are() -> None:
     assert Copies(alone, packages).of(clamp) == "vendored/copy.py"
     twice = functions_of(MODULE + MODULE.replace('"""é moves byte offsets."""', ""))["pack/core.py::clamp"]
     assert Copies({"pack/core.py": twice.source.data}, {}).of(twice) == "pack/core.py"
+
+
+def test_a_function_whose_name_stands_twice_is_left_out() -> None:
+    text = (
+        "class A:\n    @property\n    def size(self):\n        return 1\n\n    @size.setter\n"
+        "    def size(self, value):\n        pass\n\n    def other(self):\n        pass\n\n\ndef size():\n    pass\n"
+    )
+    sources = product_sources({"pack/core.py": text.encode(), "pack/more.py": b"def size():\n    pass\n"})
+    keys = ["pack/core.py::A.other", "pack/core.py::size", "pack/more.py::size"]
+    assert [each.key for each in named_once(sources)] == keys
 
 
 def test_no_text_holds_a_line_of_the_fix() -> None:

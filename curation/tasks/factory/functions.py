@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import PurePosixPath
@@ -91,6 +92,13 @@ class Function:
         """Its lines, decorators included."""
         lines = self.source.data.decode().split("\n")
         return "\n".join(lines[self.first - 1 : self.last])
+
+
+def named_once(sources: Iterable[Source]) -> list[Function]:
+    """Functions whose name no other function of their file has, such as the setter of a property."""
+    functions = [function for source in sources for function in source.functions]
+    counts = Counter(function.key for function in functions)
+    return [function for function in functions if counts[function.key] == 1]
 
 
 def product_sources(tree: Tree) -> list[Source]:

@@ -22,7 +22,7 @@ from curation.errors import TaskError
 from curation.tasks.factory.baseline import Baseline, check_tests, run_baseline
 from curation.tasks.factory.choose import Caps, distinct, in_turns
 from curation.tasks.factory.environment import Surroundings, surroundings_of
-from curation.tasks.factory.functions import Function, product_sources
+from curation.tasks.factory.functions import Function, named_once, product_sources
 from curation.tasks.factory.guest import PROGRAM, Guest
 from curation.tasks.factory.licences import check_licence
 from curation.tasks.factory.prove import Proved, Prover
@@ -154,12 +154,12 @@ async def make_suite(
 
 def covered_functions(repository: Repository, baseline: Baseline) -> list[Function]:
     """Functions of the product that stable tests run."""
-    return [
-        function
-        for source in product_sources(repository.tree)
-        for function in source.functions
-        if baseline.functions_of(baseline.lines.tests(source.path, function.node.body[0].lineno, function.last))
-    ]
+
+    def is_run(function: Function) -> bool:
+        first, last = function.node.body[0].lineno, function.last
+        return bool(baseline.functions_of(baseline.lines.tests(function.source.path, first, last)))
+
+    return list(filter(is_run, named_once(product_sources(repository.tree))))
 
 
 def draw(candidates: Sequence[Candidate], config: MakeConfig) -> list[Candidate]:
