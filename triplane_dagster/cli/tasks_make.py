@@ -98,16 +98,21 @@ def make(
             suite = asyncio.run(work(bars))
     finally:
         sandboxes.close()
-    card = suite.json("card.json")
     if as_json:
-        print_json({**suite.ref.model_dump(), **suite.meta, "card": card})
-        return
+        print_json({**suite.ref.model_dump(), **suite.meta, "card": suite.json("card.json")})
+    else:
+        _show(suite, len(shares))
+
+
+def _show(suite: Artifact, splits: int) -> None:
+    """Print what a suite holds and what was left out. splits: number of those that were asked for."""
+    card = suite.json("card.json")
     rows = [{"strategy": name, **counts} for name, counts in card["strategies"].items()]
     print_rows(rows, as_json=False, title=f"{card['source']} ({card['licence']})")
     unused = [{"test": name, "cause": cause} for name, cause in card["tests"]["unused"].items()]
     if unused:
         print_rows(unused[:20], as_json=False, title=f"{len(unused)} tests not used")
-    if len(card["files"]) < len(shares):
+    if len(card["files"]) < splits:
         console().print("one file is in one split only: fewer files than splits leave splits empty", soft_wrap=True)
     console().print(f"task suite {suite.ref.short}: {cell(suite.meta)}", soft_wrap=True)
     console().print(f"check it with `triplane tasks run --agent oracle --suite {suite.ref.short}`", soft_wrap=True)
