@@ -19,7 +19,7 @@ from curation.errors import TaskError
 from curation.tasks.factory.baseline import TestFunction
 from curation.tasks.factory.choose import Caps, distinct
 from curation.tasks.factory.functions import Function, Lines, Source, named_once, product_sources
-from curation.tasks.factory.leaks import Copies, without_tests
+from curation.tasks.factory.leaks import Copies, standard_library, without_tests
 from curation.tasks.factory.licences import UNKNOWN, check_licence, licence_of
 from curation.tasks.factory.make import first_accepted
 from curation.tasks.factory.screen import Screened
@@ -163,6 +163,19 @@ def test_copies_of_a_function_are_found_wherever_they_are() -> None:
     assert Copies(alone, packages).of(clamp) == "vendored/copy.py"
     twice = functions_of(MODULE + MODULE.replace('"""é moves byte offsets."""', ""))["pack/core.py::clamp"]
     assert Copies({"pack/core.py": twice.source.data}, {}).of(twice) == "pack/core.py"
+
+
+def test_copies_of_short_functions_are_found_by_name_and_code() -> None:
+    text = 'class Box:\n    def put(self, item):\n        """Put."""\n        self.items.append(item)\n'
+    put = functions_of(text)["pack/core.py::Box.put"]
+    copy, other = text.replace('"""Put."""', '"""Another text."""'), text.replace("append", "remove")
+    tree = {"pack/core.py": text.encode(), "pack/other.py": other.encode(), "notes.txt": copy.encode()}
+    assert Copies(tree, {"more.py": text.replace("Box", "Bag").encode()}).of(put) is None
+    assert Copies({**tree, "pack/vendored.py": copy.encode()}, {}).of(put) == "pack/vendored.py"
+    assert Copies(tree, {"installed.py": b"x = 1\n" + copy.encode()}).of(put) == "installed.py"
+    pos = "    def __pos__(a):\n        return Fraction(a._numerator, a._denominator, _normalize=False)\n"
+    positive = functions_of(f"class Fraction:\n{pos}")["pack/core.py::Fraction.__pos__"]
+    assert Copies({}, standard_library()).of(positive) == "python/fractions.py"
 
 
 def test_a_function_whose_name_stands_twice_is_left_out() -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import ast
 import io
+import re
+import sysconfig
 import tokenize
 from collections.abc import Iterable, Mapping
-from functools import cached_property
+from functools import cache, cached_property
+from pathlib import Path
 
 from curation.tasks.factory.baseline import TestFunction
-from curation.tasks.factory.functions import Function
+from curation.tasks.factory.functions import Function, Source
 from curation.tasks.importing.trees import Tree
 
 MOST_CONTAINED = 0.8
@@ -17,7 +20,8 @@ MOST_CONTAINED = 0.8
 _WINDOW = 8
 """Tokens that are compared at once."""
 _LEAST = 24
-"""Tokens of a function below which copies of it are chance."""
+"""Tokens of a function below which a copy of most of it is chance."""
+_DEFINITION = re.compile(rb"\bdef (\w+)\(")
 _LAYOUT = frozenset({tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT})
 
 
@@ -70,8 +74,16 @@ def _cut(data: bytes, starts: set[int]) -> bytes | None:
     return changed
 
 
+@cache
+def standard_library() -> Mapping[str, bytes]:
+    """Sources of Python's standard library, with its tests, which every sandbox shows."""
+    root = Path(sysconfig.get_path("stdlib"))
+    paths = (path for path in root.rglob("*.py") if "site-packages" not in path.parts)
+    return {f"python/{path.relative_to(root)}": path.read_bytes() for path in paths}
+
+
 class Copies:
-    """Finds files, other than a function's own, that hold most of its code."""
+    """Finds files, other than a function's own, that hold most of its code: of a short one, all of it and its name."""
 
     def __init__(self, tree: Tree, packages: Mapping[str, bytes]) -> None:
         """packages: sources beside the tree that an agent can read."""
@@ -83,6 +95,15 @@ class Copies:
     def _windows(self) -> Mapping[str, frozenset[int]]:
         return {path: _windows(data) for path, data in self._tree.items() if b"\0" not in data[:1024]}
 
+    @cached_property
+    def _defining(self) -> Mapping[bytes, list[str]]:
+        """Files of the packages by the names of the functions in them."""
+        found: dict[bytes, list[str]] = {}
+        for path, data in self._packages.items():
+            for name in set(_DEFINITION.findall(data)):
+                found.setdefault(name, []).append(path)
+        return found
+
     def of(self, function: Function) -> str | None:
         """Path of a file with a copy, or None. The function's own file counts without the function."""
         if function.key not in self._found:
@@ -91,23 +112,44 @@ class Copies:
 
     def _copy(self, function: Function) -> str | None:
         wanted = _windows(function.text.encode())
+        defining = self._defining.get(function.node.name.encode(), [])
         if len(wanted) < _LEAST:
-            return None
+            others = {path: self._tree[path] for path in self._tree if path != function.source.path}
+            others |= {path: self._packages[path] for path in defining}
+            return next((path for path, data in others.items() if _holds_equal(path, data, function)), None)
         source = function.source
         rest = source.data[: source.starts[function.first - 1]] + source.data[source.starts[function.last] :]
         for path, found in self._windows.items():
             there = _windows(rest) if path == source.path else found
             if len(wanted & there) > MOST_CONTAINED * len(wanted):
                 return path
-        definition = f"def {function.qualname.rpartition('.')[2]}(".encode()
-        for path, data in self._packages.items():
-            if definition not in data:
-                continue
+        for path in defining:
             if path not in self._of_packages:
-                self._of_packages[path] = _windows(data)
+                self._of_packages[path] = _windows(self._packages[path])
             if len(wanted & self._of_packages[path]) > MOST_CONTAINED * len(wanted):
                 return path
         return None
+
+
+def _holds_equal(path: str, data: bytes, function: Function) -> bool:
+    """Whether a file has a function of this qualified name with the same code but for its docstring."""
+    *classes, name = function.qualname.encode().split(b".")
+    if (
+        not path.endswith(".py")
+        or b"def %s(" % name not in data
+        or not all(b"class " + each in data for each in classes)
+    ):
+        return False
+    try:
+        source = Source(path, data, ast.parse(data))
+    except (SyntaxError, ValueError, RecursionError):
+        return False
+    same = (each for each in source.functions if each.qualname == function.qualname)
+    return any(_code(each) == _code(function) for each in same)
+
+
+def _code(function: Function) -> list[str]:
+    return [ast.dump(each) for each in (function.node.args, *function.body)]
 
 
 def _windows(data: bytes) -> frozenset[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
+import platform
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -122,6 +123,7 @@ async def make_suite(
         "older": files_digest(older) if older else None,
         "environment": around.environment.to_values(),
         "program": digest_of(PROGRAM),
+        "python": platform.python_version(),
         "shares": {split.value: shares.get(split, 0) for split in DEFAULT_SHARES},
     }
     if config.model is not None:

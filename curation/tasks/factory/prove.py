@@ -28,7 +28,7 @@ from curation.tasks.factory.baseline import Baseline
 from curation.tasks.factory.environment import Surroundings, sources_of
 from curation.tasks.factory.functions import Function
 from curation.tasks.factory.guest import IDLE_S
-from curation.tasks.factory.leaks import Copies, without_tests
+from curation.tasks.factory.leaks import Copies, standard_library, without_tests
 from curation.tasks.factory.screen import Screened
 from curation.tasks.factory.source import Repository
 from curation.tasks.factory.text import instruction_of
@@ -86,7 +86,7 @@ class Prover:
         self._environment = around.environment
         self._verifier = Verifier(client, store, timeout_s=VERIFY_TIMEOUT_S, idle_s=IDLE_S)
         self._runs = Runs(client, VERIFY_TIMEOUT_S, store, idle_s=IDLE_S)
-        self._copies = Copies(repository.tree, sources_of(around.runtime))
+        self._copies = Copies(repository.tree, {**standard_library(), **sources_of(around.runtime)})
         self._numbers = {path: number for number, path in enumerate(sorted(set(map(_file_of, baseline.good))))}
         """Number of each test file in checks."""
         self._drawn = drawn_functions({path: repository.tree[path] for path in self._numbers})
