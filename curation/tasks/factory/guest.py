@@ -23,7 +23,7 @@ from curation.tasks.importing.trees import LEFT_OUT, Tree
 from envd.client import Limits, SandboxClient, SandboxGone, ToolCall
 
 PROGRAM = Path(__file__).with_name("inside.py").read_text()
-IDLE_S = 10.0
+IDLE_S = 5.0
 """Seconds in all for which tests may only wait, as in a deadlock: longer ones make no task."""
 _DIRECTORY = ".triplane-factory"
 _ATTEMPTS = 3
