@@ -7,7 +7,8 @@ import io
 import re
 import sysconfig
 import tokenize
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache, cached_property
 from pathlib import Path
 
@@ -21,6 +22,7 @@ _WINDOW = 8
 """Tokens that are compared at once."""
 _LEAST = 24
 """Tokens of a function below which a copy of most of it is chance."""
+_WORD = re.compile(r"[^\W\d]\w{3,}")
 _DEFINITION = re.compile(rb"\bdef (\w+)\(")
 _LAYOUT = frozenset({tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT})
 
@@ -88,11 +90,13 @@ class Copies:
     def __init__(self, tree: Tree, packages: Mapping[str, bytes]) -> None:
         """packages: sources beside the tree that an agent can read."""
         self._tree, self._packages = tree, packages
-        self._of_packages: dict[str, frozenset[int]] = {}
+        self._of_packages: dict[str, Counter[int]] = {}
+        self._parsed: dict[int, list[Function]] = {}
+        """Functions of a file, by the identity of its content."""
         self._found: dict[str, str | None] = {}
 
     @cached_property
-    def _windows(self) -> Mapping[str, frozenset[int]]:
+    def _windows(self) -> Mapping[str, Counter[int]]:
         return {path: _windows(data) for path, data in self._tree.items() if b"\0" not in data[:1024]}
 
     @cached_property
@@ -107,53 +111,56 @@ class Copies:
     def of(self, function: Function) -> str | None:
         """Path of a file with a copy, or None. The function's own file counts without the function."""
         if function.key not in self._found:
-            self._found[function.key] = self._copy(function)
+            wanted = _windows(function.text.encode())
+            defining = self._defining.get(function.node.name.encode(), [])
+            copy = self._equal(function, defining) if len(wanted) < _LEAST else self._long(function, wanted, defining)
+            self._found[function.key] = copy
         return self._found[function.key]
 
-    def _copy(self, function: Function) -> str | None:
-        wanted = _windows(function.text.encode())
-        defining = self._defining.get(function.node.name.encode(), [])
-        if len(wanted) < _LEAST:
-            others = {path: self._tree[path] for path in self._tree if path != function.source.path}
-            others |= {path: self._packages[path] for path in defining}
-            return next((path for path, data in others.items() if _holds_equal(path, data, function)), None)
-        source = function.source
-        rest = source.data[: source.starts[function.first - 1]] + source.data[source.starts[function.last] :]
+    def _long(self, function: Function, wanted: Counter[int], defining: Sequence[str]) -> str | None:
+        least = MOST_CONTAINED * len(wanted)
         for path, found in self._windows.items():
-            there = _windows(rest) if path == source.path else found
-            if len(wanted & there) > MOST_CONTAINED * len(wanted):
+            own = wanted if path == function.source.path else Counter[int]()
+            if sum(found[each] > own[each] for each in wanted) > least:
                 return path
+        words = {each.encode() for each in _WORD.findall(function.text)}
         for path in defining:
+            if sum(each in self._packages[path] for each in words) < MOST_CONTAINED * len(words):
+                continue  # to read all files that define __init__ takes a minute
             if path not in self._of_packages:
                 self._of_packages[path] = _windows(self._packages[path])
-            if len(wanted & self._of_packages[path]) > MOST_CONTAINED * len(wanted):
+            if len(wanted.keys() & self._of_packages[path].keys()) > least:
                 return path
         return None
 
+    def _equal(self, function: Function, defining: Sequence[str]) -> str | None:
+        """Path of a file with a function of this qualified name and the same code but for its docstring."""
+        files = [(path, self._tree[path]) for path in self._tree if path != function.source.path]
+        files += [(path, self._packages[path]) for path in defining]
+        *classes, name = function.qualname.encode().split(b".")
+        texts = [b"def %s(" % name, *(b"class " + each for each in classes)]
+        for path, data in files:
+            if path.endswith(".py") and all(each in data for each in texts):
+                same = (each for each in self._functions(path, data) if each.qualname == function.qualname)
+                if any(_code(each) == _code(function) for each in same):
+                    return path
+        return None
 
-def _holds_equal(path: str, data: bytes, function: Function) -> bool:
-    """Whether a file has a function of this qualified name with the same code but for its docstring."""
-    *classes, name = function.qualname.encode().split(b".")
-    if (
-        not path.endswith(".py")
-        or b"def %s(" % name not in data
-        or not all(b"class " + each in data for each in classes)
-    ):
-        return False
-    try:
-        source = Source(path, data, ast.parse(data))
-    except (SyntaxError, ValueError, RecursionError):
-        return False
-    same = (each for each in source.functions if each.qualname == function.qualname)
-    return any(_code(each) == _code(function) for each in same)
+    def _functions(self, path: str, data: bytes) -> list[Function]:
+        if id(data) not in self._parsed:
+            try:
+                self._parsed[id(data)] = Source(path, data, ast.parse(data)).functions
+            except (SyntaxError, ValueError, RecursionError):
+                self._parsed[id(data)] = []
+        return self._parsed[id(data)]
 
 
 def _code(function: Function) -> list[str]:
     return [ast.dump(each) for each in (function.node.args, *function.body)]
 
 
-def _windows(data: bytes) -> frozenset[int]:
-    """Hashes of all runs of _WINDOW tokens; of words, where the text is not Python."""
+def _windows(data: bytes) -> Counter[int]:
+    """How often each run of _WINDOW tokens stands there, by hash; of words, where the text is not Python."""
     words: list[str] = []
     try:
         for token in tokenize.tokenize(io.BytesIO(data).readline):
@@ -161,4 +168,4 @@ def _windows(data: bytes) -> frozenset[int]:
                 words.append(token.string)
     except (SyntaxError, tokenize.TokenError, UnicodeDecodeError, ValueError):
         pass  # the tokens up to here count: a fragment, or another language
-    return frozenset(hash(tuple(words[start : start + _WINDOW])) for start in range(len(words) - _WINDOW + 1))
+    return Counter(hash(tuple(words[start : start + _WINDOW])) for start in range(len(words) - _WINDOW + 1))
