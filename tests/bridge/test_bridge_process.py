@@ -33,6 +33,8 @@ from tests.bridge.bridge_harness import (
 )
 from tests.inference.conftest import write_checkpoint
 
+pytestmark = pytest.mark.slow
+
 LONG = 3000
 """Tokens of a turn that is still running when its bridge is killed."""
 

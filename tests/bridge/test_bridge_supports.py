@@ -30,6 +30,8 @@ from tests.bridge.bridge_harness import HeldEngine, bridged, builtin_bridge
 from tests.bridge.scripted_bridge import looped
 from tests.inference.conftest import write_checkpoint
 
+pytestmark = pytest.mark.slow
+
 SIZE = 416
 TOP_P = 0.9
 

@@ -16,6 +16,8 @@ from tests.curation.judge_server import JudgeServer, judge_server, scored
 from triplane_dagster.assembly import definitions_for
 from triplane_dagster.jobs import iteration_job_name
 
+pytestmark = pytest.mark.slow
+
 ITERATION = "0000"
 
 
@@ -57,7 +59,6 @@ def materialize_rewards(world: World, experiment: Experiment) -> tuple[Artifact,
     return open_artifact(world.store, ref), {name: value.value for name, value in event.metadata.items()}
 
 
-@pytest.mark.slow
 def test_components_are_kept_plotted_and_graded_again_with_other_weights_without_asking(ran: World) -> None:
     before = require_ref(ran.store, ran.experiment.name, "rewards", ITERATION)
     with judge_server(lambda path, body: scored(len(body["messages"][1]["content"]) % 11)) as server:

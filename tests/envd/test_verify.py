@@ -142,9 +142,9 @@ def test_a_test_is_as_good_as_its_worst_subtest(anywhere: Harness) -> None:
 
 def test_a_run_that_only_waits_ends_before_its_deadline(anywhere: Harness) -> None:
     waits = "import threading\n\n\ndef add(a, b):\n    if a:\n        threading.Event().wait()\n    return 0\n"
-    result = anywhere.verify({"calc.py": waits}, timeout_s=60, idle_s=2)
+    result = anywhere.verify({"calc.py": waits}, timeout_s=60, idle_s=1)
     assert (result.exit, statuses(result)) == ("timed_out", ["missing", "missing"])
-    works = "import time\n\n\ndef add(a, b):\n    end = time.monotonic() + 2.5\n"
+    works = "import time\n\n\ndef add(a, b):\n    end = time.monotonic() + 1.3\n"
     works += "    while time.monotonic() < end:\n        pass\n    return a + b\n"
     assert statuses(anywhere.verify({"calc.py": works}, timeout_s=60, idle_s=1)) == ["passed", "passed"]
 

@@ -30,7 +30,7 @@ from inference.grammar.tools import tools_grammar
 from inference.rollouts.turn import read_turn
 from tests.inference.conftest import logits_after, write_checkpoint
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 ENDLESS = '{"type":"structural_tag","format":{"type":"grammar","grammar":"root ::= root"}}'
 SIZE = 416
 """Of the policy's vocabulary, some more than the tokenizer's."""
@@ -78,7 +78,6 @@ def calling(
     return requests(tokenizer, count, grammar=json.dumps(tag), **changes)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("toolset", TOOLSETS)
 async def test_every_call_of_random_weights_that_ends_is_valid(
     engine: BuiltinEngine, tokenizer: ChatTokenizer, toolset: str
@@ -101,7 +100,7 @@ async def test_every_call_of_random_weights_that_ends_is_valid(
     )
 
 
-@pytest.mark.parametrize("top_p", [pytest.param(1.0, marks=pytest.mark.slow), 0.8])
+@pytest.mark.parametrize("top_p", [1.0, 0.8])
 async def test_log_probabilities_are_those_over_the_recorded_supports(
     policy: Path, engine: BuiltinEngine, tokenizer: ChatTokenizer, top_p: float
 ) -> None:
@@ -134,7 +133,6 @@ async def test_log_probabilities_are_those_over_the_recorded_supports(
     assert forced and restricted
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("top_p", [1.0, 0.6])
 async def test_neither_drafts_nor_neighbours_change_a_restricted_token(
     policy: Path, tokenizer: ChatTokenizer, top_p: float
@@ -183,7 +181,6 @@ async def test_supports_of_another_engine_follow_from_its_tokens(
     assert checked
 
 
-@pytest.mark.slow
 async def test_forced_tokens_take_no_pass_of_their_own(policy: Path, tokenizer: ChatTokenizer) -> None:
     engine = BuiltinEngine(policy, "v", threads=1, drafts=False)
     elements = [{"type": "token", "token": 20 + place} for place in range(12)]
@@ -196,7 +193,6 @@ async def test_forced_tokens_take_no_pass_of_their_own(policy: Path, tokenizer: 
     await engine.close()
 
 
-@pytest.mark.slow
 def test_the_grammar_of_a_template_takes_what_the_template_writes(policy: Path, tokenizer: ChatTokenizer) -> None:
     calls = [
         {"path": "a.py", "start": 1, "end": 20},
@@ -255,7 +251,6 @@ async def test_a_bad_restriction_is_one_clear_error_and_the_engine_goes_on(
     assert (await engine.generate(prompt, params)).token_ids
 
 
-@pytest.mark.slow
 async def test_a_grammar_that_the_tokenizer_can_not_write_ends_its_request_alone(
     policy: Path, tokenizer: ChatTokenizer
 ) -> None:
@@ -271,7 +266,6 @@ async def test_a_grammar_that_the_tokenizer_can_not_write_ends_its_request_alone
     await engine.close()
 
 
-@pytest.mark.slow
 def test_a_grammar_that_explodes_is_refused_in_bounded_time(policy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiling, "SECONDS", 4)
     many = {f"p{place}": {"type": "string", "pattern": "([a-z]{1,50}[0-9]?){1,50}"} for place in range(400)}
