@@ -32,6 +32,8 @@ from envd.sandbox import auditing, equality, observing
 from envd.sandbox.origin import Origin
 from envd.sandbox.watch import Watch, strange_plugins
 
+_SUBTEST_REPORTS = ("SubtestReport", "SubTestReport")
+"""Classes of pytest 9 and of the plugin pytest-subtests before it."""
 _PLUGINS = (
     "cacheprovider",
     "terminal",
@@ -275,7 +277,7 @@ def _recorder(
 
         def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
             message = "" if report.passed else _message(report, root)
-            if hasattr(report, "context"):  # of a subtest, before the report of its test
+            if type(report).__name__ in _SUBTEST_REPORTS:  # before the report of its test
                 if not report.passed:
                     subtests.setdefault(report.nodeid, {}).setdefault(report.outcome, message)
                 return

@@ -268,7 +268,7 @@ SWALLOWERS = {
     ),
     "contexts": "import _pytest.subtests as found\n\nfound._SubTestContextManager.__exit__ = lambda *args: True\n",
     "collector": "import _pytest.unittest as found\n\nfound.TestCaseFunction.addSubTest = lambda *args: None\n",
-    "all reports": "import pytest\n\npytest.TestReport.context = None\n",
+    "all reports": "import pytest\n\npytest.TestReport.__name__ = 'SubtestReport'\n",
     "skips": "import unittest\n\ndef larger(mita, rovo):\n    raise unittest.SkipTest('no')\n",
 }
 
