@@ -57,7 +57,7 @@ class ScreenOptions(Options):
     seconds: float = Field(60, gt=0)
     """Time that cosmic-ray gets."""
     broken: str = "toolz/tests/test_curried.py::test_curried_namespace"
-    """Test that fails on what mutmut adds to modules, so that mutmut runs without it."""
+    """Test that fails because mutmut adds names to modules. mutmut runs without it."""
     peers: str = ".venv-peers/bin"
     """Folder with mutmut and cosmic-ray, which `make test-peers` installs; empty: measure without them."""
 

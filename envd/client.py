@@ -250,7 +250,7 @@ class SandboxClient:
         it. product: paths that solutions change; other files of the template that look like helpers of its tests are
         restored. backend, rules: as in `create`; without both, what a sandbox that names none runs on. The result says
         which it was. runtime: as in `create`. plugins, ini: modules that pytest loads as plugins, and its settings.
-        idle_s: ends the run as `timed_out` once its processes computed nothing in so many seconds together; 0: never.
+        idle_s: ends the run as `timed_out` once its processes used no processor time for that long in total; 0: never.
         """
         request = pb.VerifyRequest(
             template=template,

@@ -226,8 +226,8 @@ def _leave_the_supervisor() -> None:
 
 
 def _gather(runner: int, pipe: int, timeout_s: float, idle_s: float) -> tuple[bytes, bool]:
-    """Read reports until the runner ends, the deadline passes, or nothing was computed in `idle_s` seconds together (0:
-    whatever is computed). Returns (reports, ended in time).
+    """Read reports until the runner ends, the deadline passes, or its processes have used no processor time for
+    `idle_s` seconds in total (0: no such limit). Returns (reports, ended in time).
     """
     ended = _process_descriptor(runner)
     poll = select.poll()

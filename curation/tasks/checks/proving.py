@@ -75,7 +75,7 @@ async def prove(task: Task, run: Run, first: int = 0) -> Proof:
         results += await failed(versions[always:])
     # a busy machine is no proof that the tests fail
     ended = [each for each in zip(versions, results, strict=False) if each[1].exit != "timed_out"]
-    # a test that does not end in one decoy is asked in none: each verdict asks all of them the same tests
+    # a verdict runs the same tests in every decoy, so a test that hangs in one decoy is left out of all
     ending = set(tests).intersection(*(_asked(result) for _, result in ended))
     chosen = [
         Decoy(version, failing)

@@ -461,7 +461,7 @@ def _quiet_hypothesis(files: Sequence[Path]) -> None:
         return
     phases = (Phase.explicit, Phase.reuse, Phase.generate, Phase.target)
     settings.register_profile(
-        *("verdicts", settings.default), phases=phases, derandomize=True, database=None, max_examples=25
+        "verdicts", settings.default, phases=phases, derandomize=True, database=None, max_examples=25
     )
     settings.load_profile("verdicts")
 

@@ -134,15 +134,16 @@ class Copies:
         return None
 
     def _equal(self, function: Function, defining: Sequence[str]) -> str | None:
-        """Path of a file with a function of this qualified name and the same code but for its docstring."""
+        """Path of another file with a function of the same qualified name and, but for docstrings, the same code."""
         files = [(path, self._tree[path]) for path in self._tree if path != function.source.path]
         files += [(path, self._packages[path]) for path in defining]
         *classes, name = function.qualname.encode().split(b".")
+        code = _code(function)
         texts = [b"def %s(" % name, *(b"class " + each for each in classes)]
         for path, data in files:
             if path.endswith(".py") and all(each in data for each in texts):
                 same = (each for each in self._functions(path, data) if each.qualname == function.qualname)
-                if any(_code(each) == _code(function) for each in same):
+                if any(_code(each) == code for each in same):
                     return path
         return None
 

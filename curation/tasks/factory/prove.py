@@ -88,7 +88,7 @@ class Prover:
         self._runs = Runs(client, VERIFY_TIMEOUT_S, store, idle_s=IDLE_S)
         self._copies = Copies(repository.tree, {**standard_library(), **sources_of(around.runtime)})
         self._numbers = {path: number for number, path in enumerate(sorted(set(map(_file_of, baseline.good))))}
-        """Number of each test file in checks."""
+        """Index of each test file. It keeps the keys of assertions in different files apart."""
         self._drawn = drawn_functions({path: repository.tree[path] for path in self._numbers})
         self._masters: Once[tuple[str, ...], _Master] = Once(TimeoutError)
         self._cheated: Once[tuple[str, str], dict[str, Verdict]] = Once(TimeoutError)
