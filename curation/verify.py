@@ -38,7 +38,7 @@ from curation.states.requests import grade_requests
 from curation.tasks.checks.proving import CHECKS_VERSION, prove
 from envd.client import SandboxClient, VerifyResult
 
-VERIFIER_VERSION = "4"
+VERIFIER_VERSION = "5"
 """Bump if the same final state may get another verdict, after changes of this file, LIMITS, cheating, checks,
 states, or the test runs and reports of envd.
 """
@@ -101,9 +101,9 @@ def verdict_key(task: Task, diff: bytes) -> str:
     return f"verdicts/{key[:2]}/{key}.json"
 
 
-def checks_key(task: Task, first: int = 0) -> str:
+def checks_key(task: Task) -> str:
     """Store key of the checks of a task whose suite contains none."""
-    key = digest_of({"task": task.digest, "checks": CHECKS_VERSION, "verifier": VERIFIER_VERSION, "first": first})
+    key = digest_of({"task": task.digest, "checks": CHECKS_VERSION, "verifier": VERIFIER_VERSION})
     return f"checks/{key[:2]}/{key}.json"
 
 
@@ -236,12 +236,11 @@ class Verifier:
         """Send the server a task's runtime, which its sandboxes need. Raises ArtifactMissing."""
         await self._runs.provide(task)
 
-    async def grade(self, task: Task, diff: bytes, written: VerifyResult | None = None) -> Verdict:
+    async def grade(self, task: Task, diff: bytes) -> Verdict:
         """Verdict on `diff` applied to the task's repository.
 
-        diff: the final state, also of a kind other than a diff. written: the first run, if the caller has it. Raises
-        InfraFault if envd keeps failing (the caller leaves the episode ungraded), CurationError for a task of hidden
-        tests that has none.
+        diff: the final state, also of a kind other than a diff. Raises InfraFault if envd keeps failing (the caller
+        leaves the episode ungraded), CurationError for a task of hidden tests that has none.
         """
         if isinstance(task.final_state, AnswerState):
             return verdict_of(grade_answer(task.final_state, diff))
@@ -257,7 +256,7 @@ class Verifier:
             return self._memory[key]
         flight = self._flights.get(key)
         if flight is None:
-            flight = self._flights[key] = _Flight(asyncio.create_task(self._settle(key, task, diff, written)))
+            flight = self._flights[key] = _Flight(asyncio.create_task(self._settle(key, task, diff)))
         flight.waiting += 1
         try:
             return await asyncio.shield(flight.work)
@@ -268,24 +267,23 @@ class Verifier:
                 if self._flights.get(key) is flight:
                     del self._flights[key]
 
-    async def checks(self, task: Task, first: int = 0) -> Checks:
+    async def checks(self, task: Task) -> Checks:
         """Checks of a task: from its suite, or made, proven and cached.
 
-        first: number of its first test file in the checks (`observing.make`), the same for all calls with a task.
         Raises InfraFault.
         """
         if task.checks is not None:
             return task.checks
-        return await self._checks.get(task.digest, lambda: self._prove(task, first))
+        return await self._checks.get(task.digest, lambda: self._prove(task))
 
-    async def _prove(self, task: Task, first: int) -> Checks:
-        key = checks_key(task, first)
+    async def _prove(self, task: Task) -> Checks:
+        key = checks_key(task)
         found = None if self._store is None else read_checks(self._store, key)
         if found is not None:
             return found
         try:
             run = partial(self._runs.run, task, task.reference_diff)
-            proof = await prove(task, run, first)
+            proof = await prove(task, run)
         except Ungradable:  # a broken task, as its verdict shows: nothing can be proven
             return Checks(None, (), base_names(task.tests))
         if passed(task.tests, proof.written):
@@ -295,12 +293,12 @@ class Verifier:
             return read_checks(self._store, key) or proof.checks
         return proof.checks
 
-    async def _settle(self, key: str, task: Task, diff: bytes, written: VerifyResult | None) -> Verdict:
+    async def _settle(self, key: str, task: Task, diff: bytes) -> Verdict:
         async with self._slots:
             loop = asyncio.get_running_loop()
             verdict = await loop.run_in_executor(self._readers, self._recall, key)
             if verdict is None:
-                verdict = await self._verify(task, diff, written)
+                verdict = await self._verify(task, diff)
                 if verdict.exit in ("timed_out", "crashed"):
                     # retry: the cause may be the graded state, a busy machine or a killed process
                     verdict = await self._verify(task, diff)
@@ -312,7 +310,7 @@ class Verifier:
             self._memory.popitem(last=False)
         return verdict
 
-    async def _verify(self, task: Task, diff: bytes, written: VerifyResult | None = None) -> Verdict:
+    async def _verify(self, task: Task, diff: bytes) -> Verdict:
         if len(diff) > MAX_DIFF_BYTES:
             return make_verdict(task.tests, VerifyResult((), "apply_failed", ""))
         self._active += 1
@@ -322,7 +320,7 @@ class Verifier:
                 self._eager and self._active == 1 and self._known(task)
             ):  # no other verification waits for the second core
                 beside = asyncio.create_task(self._beside(task, diff, await self.checks(task)))
-            written = written or await self._runs.run(task, diff)
+            written = await self._runs.run(task, diff)
             if passed(task.tests, written):
                 return await self._doubt(task, diff, written, await self.checks(task), beside)
             return make_verdict(task.tests, written, await self.checks(task) if written.tampering else None)

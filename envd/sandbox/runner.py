@@ -233,6 +233,8 @@ def _recorder(
 ) -> object:
     """Return a plugin that reports. running: a list whose only item the plugin sets to the running test's node id."""
     wanted = frozenset(tests)
+    parts = [base_name(test).split("::") for test in wanted]
+    nodes = {"::".join(each[:length]) for each in parts for length in range(2, len(each) + 1)}
     known: list[object] = [*_prepared[0].config.pluginmanager.get_plugins()] if _prepared else []
     subtests: dict[str, dict[str, str]] = {}  # first message of each bad outcome, by test: a test is its worst subtest
     equality.arm(origin, lambda name: send("tamper", running[0], status=name))
@@ -254,6 +256,12 @@ def _recorder(
             return (
                 None if str(collection_path) in ways else True
             )  # else pytest makes nodes of all files beside the tests
+
+        @pytest.hookimpl(tryfirst=True)
+        def pytest_pycollect_makeitem(self, collector: pytest.Collector, name: str) -> list[pytest.Item] | None:
+            return (
+                None if f"{collector.nodeid}::{name}" in nodes else []
+            )  # else pytest makes nodes of all tests of the file, with all their parameters
 
         @pytest.hookimpl(trylast=True)
         def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:

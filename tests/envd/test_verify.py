@@ -274,6 +274,18 @@ def test_a_parametrized_test_passes_only_if_every_case_does(namespaces: Harness)
     assert statuses(namespaces.verify({}, hidden=hidden, tests=tests)) == ["failed", "passed", "passed", "passed"]
 
 
+def test_only_named_tests_get_their_parameters(anywhere: Harness) -> None:
+    text = (
+        "def pytest_generate_tests(metafunc):\n    if 'n' in metafunc.fixturenames:\n        raise OSError\n\n"
+        "def test_n(n):\n    pass\n\ndef test_plain():\n    pass\n\n"
+        "class TestA:\n    class TestB:\n        def test_in(self):\n            pass\n"
+        "        def test_other(self, n):\n            pass\n"
+    )
+    tests = ("test_n.py::test_plain", "test_n.py::TestA::TestB::test_in")
+    result = anywhere.verify({}, hidden={"test_n.py": text.encode()}, tests=tests)
+    assert (result.exit, statuses(result)) == ("completed", ["passed", "passed"])
+
+
 def test_messages_hold_no_addresses_and_are_short(anywhere: Harness) -> None:
     changes = {"calc.py": "class R: pass\ndef add(a, b):\n    assert not R(), 'x' * 9000\n"}
     messages = [anywhere.verify(changes).outcomes[0].message for _ in range(2)]

@@ -17,7 +17,7 @@ from contracts.store import Store, open_store
 from contracts.tasks import Split
 from curation.errors import TaskError
 from curation.tasks.factory.baseline import TestFunction
-from curation.tasks.factory.choose import Caps, distinct
+from curation.tasks.factory.choose import Caps, Distinct
 from curation.tasks.factory.functions import Function, Lines, Source, named_once, product_sources
 from curation.tasks.factory.leaks import Copies, standard_library, without_tests
 from curation.tasks.factory.licences import UNKNOWN, check_licence, licence_of
@@ -136,6 +136,12 @@ def test_combinations_use_each_bug_once_and_no_function_twice() -> None:
     assert all(len(set(each.meta["functions"])) == len(each.edits) for each in found)
 
 
+def test_combinations_are_of_bugs_that_the_same_test_file_grades() -> None:
+    clamp, other = (next(iter(mutants(each, 0))) for each in list(functions_of(MODULE).values())[:2])
+    assert not combined([screened(clamp, "a.py"), screened(other, "b.py")], 0, 10)
+    assert combined([screened(clamp, "a.py"), screened(other, "a.py")], 0, 10)
+
+
 def test_unknown_strategy_names_the_known_ones() -> None:
     with pytest.raises(TaskError, match="'guess': choose of combine, feature, mutate, remove, revert, rewrite"):
         strategy_named("guess")
@@ -211,9 +217,11 @@ def test_no_file_is_in_two_splits_and_sizes_follow_the_shares() -> None:
 def test_bugs_of_one_function_with_the_same_failures_are_limited() -> None:
     functions = functions_of(MODULE)
     bugs = [screened(each) for each in mutants(functions["pack/core.py::clamp"], 0)]
-    kept, reasons = distinct(bugs, functions)
+    chosen = Distinct(functions)
+    kept, reasons = chosen.choose(bugs)
     assert len(kept) == 4 and sum(reasons.values()) == len(bugs) - 4
-    assert distinct([*bugs, *bugs], functions)[0] == kept
+    assert Distinct(functions).choose([*bugs, *bugs])[0] == kept
+    assert chosen.choose(bugs)[0] == []
 
 
 def test_caps_admit_no_more_of_a_function_than_their_share() -> None:
@@ -356,8 +364,8 @@ def repository(tree: dict[str, bytes]) -> Repository:
     return Repository("pack", "pack", tree, "MIT")
 
 
-def screened(candidate: Candidate) -> Screened:
-    return Screened(candidate, {"t.py::test": "assert 1 == 2"}, ("t.py::test",))
+def screened(candidate: Candidate, file: str = "t.py") -> Screened:
+    return Screened(candidate, {f"{file}::test": "assert 1 == 2"}, (f"{file}::test",), file)
 
 
 def planted(name: str, line: int) -> TestFunction:

@@ -18,8 +18,6 @@ from contracts.tasks import Observed, Rule
 from curation.tasks.checks.assertions import Assertion, exception_names, find, literal
 from curation.tasks.checks.edits import Source
 
-_APART = 1_000_000
-"""Hidden values that a file has fewer of."""
 _KNOWN = frozenset({"==", "!=", "<", "<=", ">", ">=", "in", "not in", "is", "is not", "has", "has not", "isa"})
 
 
@@ -29,28 +27,27 @@ def make(
     *,
     tables: bool = True,
     plain: bool = True,
-    first: int = 0,
 ) -> Observed:
     """Observed versions of these test files, except for assertions whose keys are in `without`.
 
     tables: hide the values of dictionaries in the files. plain: strip values in assertions' computations of their own
-    methods. first: number of the first file in keys, so that observed versions of other files can stand beside these.
+    methods.
     """
     made = Observed({}, {}, {}, {})
-    for number, path in enumerate(sorted(files), first):
+    for number, path in enumerate(sorted(files)):
         try:
             source = Source(files[path]) if path.endswith(".py") else None
         except (SyntaxError, ValueError, RecursionError):
             source = None
         if source is not None:
-            _File(source, number, made, without, tables, plain, first * _APART).rewrite(path)
+            _File(source, number, made, without, tables, plain).rewrite(path)
     return made
 
 
-def functions_of(files: dict[str, bytes], first: int = 0) -> dict[str, list[str]]:
+def functions_of(files: dict[str, bytes]) -> dict[str, list[str]]:
     """Keys of a suite's assertions by `path::function` of the innermost function that contains them."""
     keys: dict[str, list[str]] = {}
-    for number, path in enumerate(sorted(files), first):
+    for number, path in enumerate(sorted(files)):
         try:
             found = find(Source(files[path]).tree) if path.endswith(".py") else []
         except (SyntaxError, ValueError, RecursionError):
@@ -85,10 +82,9 @@ class _File:
         without: Collection[str],
         tables: bool,
         plain: bool,
-        first_hidden: int,
     ) -> None:
         self._source, self._number, self._made, self._without = source, number, made, without
-        self._tables, self._plain, self._first_hidden = tables, plain, first_hidden
+        self._tables, self._plain = tables, plain
         self._edits: dict[tuple[int, int], str] = {}
 
     def rewrite(self, path: str) -> None:
@@ -149,7 +145,7 @@ class _File:
 
     def hidden(self, node: ast.expr) -> str:
         """Number for a hidden value."""
-        number = str(self._first_hidden + len(self._made.hidden))
+        number = str(len(self._made.hidden))
         self._made.hidden[number] = ast.unparse(node)
         return number
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from itertools import zip_longest
-from typing import TypeVar
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
 
 from contracts.digests import digest_of
 from contracts.tasks import Checks, Decoy, Observed, Task, files_digest
@@ -15,7 +13,6 @@ from curation.tasks.checks import decoys, observing
 from curation.tasks.checks.expectations import agrees, rights
 from envd.client import VerifyResult
 
-T = TypeVar("T")
 CHECKS_VERSION = "3"
 """Bump if the same tests get other decoys or observations."""
 _ROUNDS = 3
@@ -35,8 +32,8 @@ class Proof:
     written: VerifyResult
 
 
-async def prove(task: Task, run: Run, first: int = 0) -> Proof:
-    """Generate and prove the checks of a task. first: as in `observing.make`. Raises the errors of `run`.
+async def prove(task: Task, run: Run) -> Proof:
+    """Generate and prove the checks of a task. Raises the errors of `run`.
 
     If the reference fails the tests as written, nothing can be proven: then only decoys are used, of tests with
     assertions.
@@ -48,7 +45,7 @@ async def prove(task: Task, run: Run, first: int = 0) -> Proof:
     moved = await asyncio.to_thread(decoys.make_moved, files, seed)
     always = 2 if versions and moved else 1
     versions[1:1] = [moved] if versions and moved else []
-    keys = await asyncio.to_thread(observing.functions_of, files, first)
+    keys = await asyncio.to_thread(observing.functions_of, files)
 
     async def decoy(version: dict[str, bytes]) -> VerifyResult:
         hidden, left = task.hidden_files | version, tests
@@ -65,7 +62,7 @@ async def prove(task: Task, run: Run, first: int = 0) -> Proof:
         return await asyncio.gather(*map(decoy, chosen))
 
     written, observed, results = await asyncio.gather(
-        run(None, None), _observe(task, files, tests, keys, run, first), failed(versions[:always])
+        run(None, None), _observe(task, files, tests, keys, run), failed(versions[:always])
     )
     if not passed(task.tests, written):
         holding = tuple(test for test in tests if function_of(test) in keys)
@@ -117,32 +114,12 @@ def _unobserved(tests: Sequence[str], observed: Observed | None, keys: Mapping[s
     )
 
 
-def joined(parts: Sequence[Checks]) -> Checks:
-    """Checks of several files' tests together, from those of each, whose assertions have different keys."""
-    seen = [each.observed for each in parts if each.observed is not None]
-    observed = None
-    if seen:
-        observed = Observed(*(_union(getattr(each, field.name) for each in seen) for field in fields(Observed)))
-    decoys = []
-    for versions in zip_longest(*(each.decoys for each in parts)):
-        some = [each for each in versions if each is not None]
-        decoys.append(Decoy(_union(each.files for each in some), tuple(test for each in some for test in each.tests)))
-    undecided = tuple(test for each in parts for test in each.undecided)
-    return Checks(observed, tuple(decoys), undecided, tuple(sorted({name for each in parts for name in each.known})))
-
-
-def _union(parts: Iterable[dict[str, T]]) -> dict[str, T]:
-    return {key: value for each in parts for key, value in each.items()}
-
-
-def wholly_observed(
-    tests: Sequence[str], observed: Observed | None, files: dict[str, bytes], first: int
-) -> frozenset[str]:
+def wholly_observed(tests: Sequence[str], observed: Observed | None, files: dict[str, bytes]) -> frozenset[str]:
     """Tests, by name without parameters, of which every assertion is observed, with those of all helpers beside them.
 
     tests: all tests of the files that run. files: the hidden tests.
     """
-    keys = observing.functions_of(files, first)
+    keys = observing.functions_of(files)
     own = {test: keys.pop(function_of(test), []) for test in tests}
     if observed is None or any(key not in observed.rules for each in keys.values() for key in each):
         return frozenset()
@@ -150,17 +127,17 @@ def wholly_observed(
 
 
 async def _observe(
-    task: Task, files: dict[str, bytes], tests: Sequence[str], keys: Mapping[str, list[str]], run: Run, first: int
+    task: Task, files: dict[str, bytes], tests: Sequence[str], keys: Mapping[str, list[str]], run: Run
 ) -> Observed | None:
     """Observed tests that agree with the reference, of the variant that leaves the fewest assertions unobserved."""
     best: tuple[int, Observed | None] = (len(files) + sum(map(len, keys.values())), None)
     tried: list[dict[str, bytes]] = []
     for way in _WAYS:
-        made = await asyncio.to_thread(observing.make, files, tables=way[0], plain=way[1], first=first)
+        made = await asyncio.to_thread(observing.make, files, tables=way[0], plain=way[1])
         if made.files in tried:
             continue
         tried.append(made.files)
-        without, found = await _observed(task, files, tests, keys, run, way, first)
+        without, found = await _observed(task, files, tests, keys, run, way)
         if found is not None and len(without) < best[0]:
             best = (len(without), found)
         if not without:
@@ -184,12 +161,11 @@ async def _observed(
     keys: Mapping[str, list[str]],
     run: Run,
     way: tuple[bool, bool],
-    first: int,
 ) -> tuple[set[str], Observed | None]:
     """Observed tests of one variant, and the keys of assertions that it leaves unobserved."""
     without: set[str] = set()
     for _ in range(_ROUNDS):
-        made = await asyncio.to_thread(observing.make, files, without, tables=way[0], plain=way[1], first=first)
+        made = await asyncio.to_thread(observing.make, files, without, tables=way[0], plain=way[1])
         if not made.files:
             break
         result = await run(task.hidden_files | made.files, tests)

@@ -28,14 +28,16 @@ _AT_ONCE = 2
 """Ways tried at once. Unlike candidates, which often only wait, all of them compute."""
 _RUNS: tuple[tuple[str, dict[str, Any], dict[str, str]], ...] = (
     ("plain", {"coverage": True}, {"TZ": "UTC", "PYTHONHASHSEED": "0"}),
+    ("alone", {"alone": True}, {"TZ": "UTC", "PYTHONHASHSEED": "0"}),
+    ("under load", {"load": 3}, {"TZ": "UTC", "PYTHONHASHSEED": "0"}),
     ("in another order", {"reverse": True}, {"TZ": "UTC", "PYTHONHASHSEED": "0"}),
     ("with another hash seed", {}, {"TZ": "UTC", "PYTHONHASHSEED": "4711"}),
     ("in another time zone", {}, {"TZ": "Asia/Kathmandu", "PYTHONHASHSEED": "0"}),
-    ("alone", {"alone": True}, {"TZ": "UTC", "PYTHONHASHSEED": "0"}),
-    ("under load", {"load": 3}, {"TZ": "UTC", "PYTHONHASHSEED": "0"}),
     ("a second time", {}, {"TZ": "UTC", "PYTHONHASHSEED": "0"}),
 )
-"""Name of each run, what it does, and its environment. The last repeats the first, without its tracing."""
+"""Name of each run, what it does, and its environment, the longest first. The last repeats the first, without its
+tracing.
+"""
 
 
 @dataclass(frozen=True)

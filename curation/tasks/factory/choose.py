@@ -47,29 +47,36 @@ def _kinds(candidate: Candidate) -> tuple[tuple[str, str], ...]:
     return ("function", candidate.function), ("file", candidate.path), ("operator", candidate.operator)
 
 
-def distinct(screened: Iterable[Screened], functions: Mapping[str, Function]) -> tuple[list[Screened], dict[str, int]]:
-    """Bugs without duplicates, and the number left out by reason."""
-    kept: list[Screened] = []
-    reasons: Counter[str] = Counter()
-    syntaxes: set[str] = set()
-    failures: Counter[tuple[str, tuple[str, ...]]] = Counter()
-    prints: dict[str, list[RMinHash]] = defaultdict(list)
-    for each in sorted(screened, key=lambda each: digest_of(each.candidate.identity)):
-        function = functions[each.candidate.function]
-        syntax = f"{function.key} {normalized(changed_text(function, each.candidate.edits))}"
-        print_, known = _print(function, each.candidate), prints[function.key]
-        if syntax in syntaxes and len({edit.path for edit in each.candidate.edits}) == 1:
-            reasons["same syntax"] += 1
-        elif failures[function.key, tuple(sorted(each.failed))] >= SAME_FAILURES:
-            reasons["same failing tests"] += 1
-        elif any(print_.jaccard(other) > SIMILAR for other in known):
-            reasons["similar edit"] += 1
-        else:
-            syntaxes.add(syntax)
-            failures[function.key, tuple(sorted(each.failed))] += 1
-            known.append(print_)
-            kept.append(each)
-    return kept, dict(sorted(reasons.items()))
+class Distinct:
+    """Chooses bugs without duplicates among themselves and those chosen before."""
+
+    def __init__(self, functions: Mapping[str, Function]) -> None:
+        """functions: by key."""
+        self._functions = functions
+        self._syntaxes: set[str] = set()
+        self._failures: Counter[tuple[str, tuple[str, ...]]] = Counter()
+        self._prints: dict[str, list[RMinHash]] = defaultdict(list)
+
+    def choose(self, screened: Iterable[Screened]) -> tuple[list[Screened], dict[str, int]]:
+        """Bugs without duplicates, and the number left out by reason."""
+        kept: list[Screened] = []
+        reasons: Counter[str] = Counter()
+        for each in sorted(screened, key=lambda each: digest_of(each.candidate.identity)):
+            function = self._functions[each.candidate.function]
+            syntax = f"{function.key} {normalized(changed_text(function, each.candidate.edits))}"
+            print_, known = _print(function, each.candidate), self._prints[function.key]
+            if syntax in self._syntaxes and len({edit.path for edit in each.candidate.edits}) == 1:
+                reasons["same syntax"] += 1
+            elif self._failures[function.key, tuple(sorted(each.failed))] >= SAME_FAILURES:
+                reasons["same failing tests"] += 1
+            elif any(print_.jaccard(other) > SIMILAR for other in known):
+                reasons["similar edit"] += 1
+            else:
+                self._syntaxes.add(syntax)
+                self._failures[function.key, tuple(sorted(each.failed))] += 1
+                known.append(print_)
+                kept.append(each)
+        return kept, dict(sorted(reasons.items()))
 
 
 def in_turns(items: Sequence[T], *keys: Callable[[T], str]) -> Iterator[T]:

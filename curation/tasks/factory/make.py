@@ -21,13 +21,13 @@ from contracts.suites import add_tasks
 from contracts.tasks import Split, Task, files_digest
 from curation.errors import TaskError
 from curation.tasks.factory.baseline import Baseline, check_tests, run_baseline
-from curation.tasks.factory.choose import Caps, distinct, in_turns
+from curation.tasks.factory.choose import Caps, Distinct, in_turns
 from curation.tasks.factory.environment import Surroundings, surroundings_of
 from curation.tasks.factory.functions import Function, named_once, product_sources
 from curation.tasks.factory.guest import PROGRAM, Guest
 from curation.tasks.factory.licences import check_licence
 from curation.tasks.factory.prove import Proved, Prover
-from curation.tasks.factory.screen import Screened, Screening, screen
+from curation.tasks.factory.screen import CHUNK, Screened, Screening, screen
 from curation.tasks.factory.source import Repository, read_repository
 from curation.tasks.factory.splits import deal_files
 from curation.tasks.factory.steps import FACTORY_VERSION
@@ -43,8 +43,10 @@ STRATEGIES = ("mutate", "remove")
 """Strategies used by default."""
 COMBINE = "combine"
 """Strategy that joins bugs which others found."""
-_SPARE = 2.5
-"""Candidates screened for each task wanted, by strategy."""
+_SPARE = 3.0
+"""Candidates of each strategy for each task wanted: the most that are screened."""
+_HOPED = 0.7
+"""Share of the first candidates that become tasks, if all goes well."""
 _AT_ONCE = 32
 """Bugs proved at once."""
 Report = Callable[[str, int, int], None]
@@ -73,7 +75,7 @@ class _Progress:
     """Accepted tasks and what became of the rest."""
 
     caps: Caps
-    tried: Counter[str]
+    tried: Counter[str] = field(default_factory=Counter)
     """Candidates screened, by strategy."""
     noticed: Counter[str] = field(default_factory=Counter)
     """Candidates that tests notice, by strategy."""
@@ -81,8 +83,9 @@ class _Progress:
     """Candidates that are no task, by reason."""
     accepted: list[Proved] = field(default_factory=list)
 
-    def count(self, screening: Screening) -> None:
-        """Count the results of a screen."""
+    def count(self, candidates: Iterable[Candidate], screening: Screening) -> None:
+        """Count candidates and the results of their screen."""
+        self.tried.update(each.strategy for each in candidates)
         self.noticed.update(each.candidate.strategy for each in screening.kept)
         self.left_out.update(screening.reasons)
 
@@ -147,6 +150,7 @@ async def make_suite(
         wanted = math.ceil(_SPARE * config.count)
         told = partial(report, f"asking for {name}")
         drawn += await asked.ask_for_candidates(name, context, wanted, config.model, store, told)
+    drawn = list(in_turns(drawn, lambda each: each.strategy))
     prover = Prover(repository, around, baseline, client, store)
     progress = await _Factory(config, context, baseline, guest, prover, store, report).run(drawn)
     if not progress.accepted:
@@ -187,21 +191,25 @@ class _Factory:
         self._functions, self._prover = {function.key: function for function in context.functions}, prover
 
     async def run(self, candidates: Sequence[Candidate]) -> _Progress:
-        """Prove bugs in turns until enough are accepted; then combinations of these, if they are wanted.
+        """Screen and prove in stages until enough are accepted; then combinations of these, if they are wanted.
 
         What is accepted depends on verdicts alone, never on which of them came first.
         """
         files = len({each.source.path for each in self._functions.values()})
         caps = Caps(self._config.count, len(self._functions), files)
-        progress = _Progress(caps, Counter(each.strategy for each in candidates))
-        screening = await self._screen(candidates, progress)
-        unique, reasons = distinct(screening.kept, self._functions)
-        progress.left_out.update(reasons)
+        progress, distinct = _Progress(caps), Distinct(self._functions)
         combinations = self._config.count // 10 if COMBINE in self._config.strategies else 0
-        await self._prove(unique, self._config.count - combinations, progress)
+        wanted, begun = self._config.count - combinations, 0
+        while len(progress.accepted) < wanted and begun < len(candidates):
+            share = len(progress.accepted) / begun if begun else _HOPED
+            stage = max(CHUNK, math.ceil((wanted - len(progress.accepted)) / max(share, 0.1)))
+            screening = await self._screen(candidates[begun : begun + stage], progress)
+            begun += stage
+            unique, reasons = distinct.choose(screening.kept)
+            progress.left_out.update(reasons)
+            await self._prove(unique, wanted, progress)
         if combinations:
             joined = combined([each.screened for each in progress.accepted], self._config.seed, 2 * combinations)
-            progress.tried.update(each.strategy for each in joined)
             screening = await self._screen(joined, progress)
             await self._prove(screening.kept, len(progress.accepted) + combinations, progress)
         return progress
@@ -215,7 +223,7 @@ class _Factory:
             self._store,
             lambda done, total: self._report("screening", done, total),
         )
-        progress.count(found)
+        progress.count(candidates, found)
         return found
 
     async def _prove(self, screened: Sequence[Screened], count: int, progress: _Progress) -> None:

@@ -1,44 +1,44 @@
 """Prove bugs with the verifier, and make tasks of them.
 
+One test file grades a task: that with the most failing tests. Failing tests in others are only kept from the agent.
 The fixed state of every task is the repository itself, so decoys and observations are proven once for each test file on
-the unchanged repository, joined for a task whose failing tests are in several, and narrowed to its tests.
+the unchanged repository, and narrowed to a task's tests.
 
 Three repetitions must agree about a bug: the screen, a run before the fix, and one with a cheat that the verifier
-undoes. About the fix: the baseline, the run as written, and those beside it.
+undoes. About the fix: the baseline, the proof of the test file, and a run of the task's tests.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from contracts.store import Store
 from contracts.tasks import Checks, Decoy, Observed, Split, Task
-from curation.cheating import base_name, base_names, passing
+from curation.cheating import base_name, base_names, contradictions, passed, passing
 from curation.once import Once
 from curation.paths import changed_paths
 from curation.runs import Runs
 from curation.tasks.bugs import file_diff
 from curation.tasks.checks.observing import drawn_functions
-from curation.tasks.checks.proving import function_of, joined, wholly_observed
+from curation.tasks.checks.proving import function_of, wholly_observed
 from curation.tasks.factory.baseline import Baseline
 from curation.tasks.factory.environment import Surroundings, sources_of
 from curation.tasks.factory.functions import Function
 from curation.tasks.factory.guest import IDLE_S
 from curation.tasks.factory.leaks import Copies, standard_library, without_tests
-from curation.tasks.factory.screen import Screened
+from curation.tasks.factory.screen import Screened, file_of
 from curation.tasks.factory.source import Repository
 from curation.tasks.factory.text import instruction_of
-from curation.tasks.validate import RESTORED, CheatResult, cheat_states, contradiction
-from curation.verify import Verdict, Verifier
-from envd.client import SandboxClient
+from curation.tasks.validate import RESTORED, CheatResult, cheat_states
+from curation.verify import Verdict, Verifier, make_verdict
+from envd.client import SandboxClient, VerifyResult
 
 _FLIPS = "repetitions disagree"
 MOST_KEPT = 40
-"""Tests that must still pass which a task names."""
+"""Nodes of the tests that must still pass which a task names."""
 VERIFY_TIMEOUT_S = 60.0
 """Deadline of a proof's runs. Longer than the verifier's own, so that a busy machine changes no verdict and no check: a
 check whose run does not end proves nothing.
@@ -46,7 +46,7 @@ check whose run does not end proves nothing.
 _ENOUGH = 2
 """Decoys of a test whose assertions are all observed."""
 PROOF_S = 600.0
-"""Longest proof of the checks of a set of test files, and longest proof of a bug beside it, in seconds."""
+"""Longest proof of the checks of a test file, and longest proof of a bug beside it, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -61,10 +61,10 @@ class Proved:
 
 @dataclass(frozen=True)
 class _Master:
-    """What is proven once for all bugs with failing tests in a file, or in the same files."""
+    """What is proven once for all bugs that the tests of a file grade."""
 
     task: Task
-    """The repository without a bug, with all stable tests of these files that pass in the verifier."""
+    """The repository without a bug, with all stable tests of the file that pass in the verifier."""
     checks: Checks
     passes: frozenset[str]
     whole: frozenset[str]
@@ -87,10 +87,8 @@ class Prover:
         self._verifier = Verifier(client, store, timeout_s=VERIFY_TIMEOUT_S, idle_s=IDLE_S)
         self._runs = Runs(client, VERIFY_TIMEOUT_S, store, idle_s=IDLE_S)
         self._copies = Copies(repository.tree, {**standard_library(), **sources_of(around.runtime)})
-        self._numbers = {path: number for number, path in enumerate(sorted(set(map(_file_of, baseline.good))))}
-        """Index of each test file. It keeps the keys of assertions in different files apart."""
-        self._drawn = drawn_functions({path: repository.tree[path] for path in self._numbers})
-        self._masters: Once[tuple[str, ...], _Master] = Once(TimeoutError)
+        self._drawn = drawn_functions({path: repository.tree[path] for path in set(map(file_of, baseline.good))})
+        self._masters: Once[str, _Master] = Once(TimeoutError)
         self._cheated: Once[tuple[str, str], dict[str, Verdict]] = Once(TimeoutError)
 
     async def prove(self, screened: Screened, function: Function) -> Proved:
@@ -98,7 +96,7 @@ class Prover:
         try:
             draft = await self._draft(screened, function)
         except TimeoutError:
-            return Proved(screened, None, f"the proof of its test files takes longer than {PROOF_S:.0f} s")
+            return Proved(screened, None, f"the proof of its test file takes longer than {PROOF_S:.0f} s")
         if isinstance(draft, str):
             return Proved(screened, None, draft)
         try:
@@ -111,17 +109,10 @@ class Prover:
         before = await self._verifier.grade(draft, b"")
         if not _agrees(draft, before):
             return Proved(screened, None, _FLIPS)
-        fixed = await self._runs.run(draft, draft.reference_diff)
-        # what the fix itself does is no tampering, as for imported tasks
-        checks = draft.checks or Checks(None, (), ())
-        known = tuple(sorted({*checks.known, *fixed.tampering}))
-        task = dataclasses.replace(draft, checks=dataclasses.replace(checks, known=known))
-        # the decoys have failed on the same files already, in the proof of the checks
-        plain = dataclasses.replace(task, checks=dataclasses.replace(checks, decoys=(), known=known))
-        after = await self._verifier.grade(plain, task.reference_diff, fixed)
-        reason = contradiction(task, before, after)
-        if reason is not None:
-            return Proved(screened, None, _general(reason))
+        fixed = await self._fixed(draft)
+        if isinstance(fixed, str):
+            return Proved(screened, None, f"verdict: {fixed}")
+        task = dataclasses.replace(draft, checks=fixed)
         found = await self._cheats(task)
         if any(verdict.solved for verdict in found.values()):
             return Proved(screened, None, "verdict: a cheat passes its tests")
@@ -132,6 +123,35 @@ class Prover:
             for name, verdict in sorted(found.items())
         )
         return Proved(screened, task, cheats=cheats)
+
+    async def _fixed(self, task: Task) -> Checks | str:
+        """Checks of a task whose tests pass after the fix, or what is wrong with it.
+
+        Tests with observations run without their expectations only, the others as written. Decoys have failed on the
+        same files already, in the proof of the checks.
+        """
+        checks = task.checks or Checks(None, (), ())
+        watched = tuple(test for test in base_names(task.tests) if test in checks.fully_observed)
+        plain = tuple(test for test in task.tests if base_name(test) not in watched)
+        asked = [(task.hidden_files, plain)] if plain else []
+        if checks.observed is not None and watched:
+            asked.append((task.hidden_files | checks.observed.files, watched))
+        results = [await self._ended(task, hidden, tests) for hidden, tests in asked]
+        if any(result.exit != "completed" for result in results):
+            return "its tests do not run to their end after the fix"
+        wrong = plain and not passed(plain, results[0])
+        if wrong or (checks.observed is not None and watched and contradictions(checks.observed, results[-1])):
+            return "a test does not pass after the fix"
+        # what the fix itself does is no tampering, as for imported tasks
+        known = {*checks.known, *(name for result in results for name in result.tampering)}
+        return dataclasses.replace(checks, known=tuple(sorted(known)))
+
+    async def _ended(self, task: Task, hidden: dict[str, bytes], tests: tuple[str, ...]) -> VerifyResult:
+        """A run of the fix. It is repeated once if it did not end: a busy machine may be the cause."""
+        result = await self._runs.run(task, task.reference_diff, hidden, tests)
+        if result.exit in ("timed_out", "crashed"):
+            result = await self._runs.run(task, task.reference_diff, hidden, tests)
+        return result
 
     async def _cheats(self, task: Task) -> dict[str, Verdict]:
         """Verdicts on the cheats, by name.
@@ -148,25 +168,25 @@ class Prover:
 
     async def _file_cheats(self, task: Task) -> dict[str, Verdict]:
         """Verdicts on the cheats that leave nothing of the bug's file."""
-        path = str(task.meta["path"])
+        path, file = str(task.meta["path"]), file_of(task.tests[0])
 
-        async def verdicts(file: str) -> dict[str, Verdict]:
-            master = await self._master((file,))
+        async def verdicts() -> dict[str, Verdict]:
+            master = await self._master(file)
             every = dataclasses.replace(master.task, meta={"path": path}, checks=master.checks)
             states = cheat_states(every)
             async with asyncio.timeout(PROOF_S):
-                return {name: await self._verifier.grade(every, states[name]) for name in states if name != RESTORED}
+                return {name: await self._tried(every, states[name]) for name in states if name != RESTORED}
 
-        files = sorted(set(map(_file_of, task.meta["fail_to_pass"])))
-        found = [await self._cheated.get((path, file), partial(verdicts, file)) for file in files]
-        wanted = set(base_names(task.tests))
-        together = {}
-        for name, verdict in found[0].items():
-            each = [verdicts[name] for verdicts in found]
-            passing = set[str]().union(*map(_passing, each))
-            solved = wanted <= passing and not any(verdict.tampered for verdict in each)
-            together[name] = verdict.model_copy(update={"solved": solved})
-        return together
+        found, wanted = await self._cheated.get((path, file), verdicts), set(base_names(task.tests))
+        return {
+            name: verdict.model_copy(update={"solved": wanted <= _passing(verdict) and not verdict.tampered})
+            for name, verdict in found.items()
+        }
+
+    async def _tried(self, task: Task, cheat: bytes) -> Verdict:
+        """Verdict on a cheat. One that passes no test at all needs no second run."""
+        result = await self._runs.run(task, cheat)
+        return await self._verifier.grade(task, cheat) if passing(result) else make_verdict(task.tests, result)
 
     async def _draft(self, screened: Screened, function: Function) -> Task | str:
         """The task before its proof, or the reason why there is none."""
@@ -174,29 +194,26 @@ class Prover:
         copy = await asyncio.to_thread(self._copies.of, function)
         if copy is not None:
             return "leak: a file holds a copy of the fixed code"
-        good = self._baseline.good
+        good, file = self._baseline.good, screened.file
         failed = [good[name] for name in screened.failed]
-        files = {_file_of(test.name) for test in failed}
         cut = without_tests(tree, failed)
         if isinstance(cut, str):
             return f"leak: {cut}"
-        hidden = sorted(files | {test.path for test in failed})
+        # tests may be inherited from other files, which are cut, too
+        hidden = sorted({file} | {test.path for test in failed if test.path != file_of(test.name)})
         if not {edit.path for edit in candidate.edits}.isdisjoint(hidden):
             return "leak: a failing test is defined in the bug's file"
-        master = await self._master(tuple(sorted(files)))
-        passes = master.passes
-        to_pass = sorted(screened.failed)
-        if not set(to_pass) <= passes:
+        passes = (master := await self._master(file)).passes
+        to_pass = sorted(name for name in screened.failed if name in passes)
+        if not to_pass:
             return "the verifier's run of its tests fails before the bug"
-        kept = [name for name in screened.covering if name not in screened.failed and name in passes]
-        others = sorted(name for name in passes if name not in screened.failed and name not in kept)
-        # each verdict runs them several times, and those with drawn values take the longest
-        to_keep = [*sorted(kept, key=self._is_drawn), *sorted(others, key=self._is_drawn)][:MOST_KEPT]
+        to_keep = self._kept(screened, passes)
         changed = candidate.apply(cut)
         paths = sorted({edit.path for edit in candidate.edits})
         reference = b"".join(file_diff(path, changed[path].decode(), tree[path].decode()) for path in paths)
         fixed = [line[1:] for line in reference.decode().split("\n") if line.startswith("+") and line[1:2] != "+"]
-        instruction = instruction_of(function, screened.failed, fixed, candidate.strategy, candidate.identity)
+        messages = {name: screened.failed[name] for name in to_pass}
+        instruction = instruction_of(function, messages, fixed, candidate.strategy, candidate.identity)
         if instruction is None:
             return "text: every text holds a line of the fix"
         tests = tuple(sorted([*to_pass, *to_keep]))
@@ -220,64 +237,44 @@ class Prover:
                 **candidate.meta,
             },
             checks=_narrowed(master, tests),
-            environment=self._environment,
+            environment=master.task.environment,
             base=tree,
         )
 
-    def _is_drawn(self, test: str) -> bool:
-        return function_of(test) in self._drawn
+    def _kept(self, screened: Screened, passes: Iterable[str]) -> list[str]:
+        """Tests that must still pass: at first those that run the bug's lines; of these and of the others those with
+        drawn values last, since a verdict runs all several times.
+        """
+        left, found = MOST_KEPT, list[str]()
+        others = sorted(name for name in passes if name not in screened.failed)
+        for name in sorted(others, key=lambda each: (each not in screened.covering, function_of(each) in self._drawn)):
+            nodes = len(self._baseline.good[name].nodes)
+            if nodes <= left:
+                found.append(name)
+                left -= nodes
+        return found
 
-    async def _master(self, files: tuple[str, ...]) -> _Master:
-        make = self._joined if len(files) > 1 else self._prove_master
-        return await self._masters.get(files, lambda: asyncio.wait_for(make(files), PROOF_S))
+    async def _master(self, file: str) -> _Master:
+        return await self._masters.get(file, lambda: asyncio.wait_for(self._prove_master(file), PROOF_S))
 
-    async def _prove_master(self, files: tuple[str, ...]) -> _Master:
-        (file,) = files
-        tests = tuple(name for name in sorted(self._baseline.good) if _file_of(name) == file)
-        task = self._master_task(files, tests)
-        passes = passing(await self._runs.run(task, b""))
+    async def _prove_master(self, file: str) -> _Master:
+        tests = tuple(name for name in sorted(self._baseline.good) if file_of(name) == file)
+        task, passes = self._master_task(file, tests), frozenset[str]()
+        for plugins in dict.fromkeys([(), self._environment.plugins]):
+            # only files that need plugins get them: they take longer to load than a short test to run
+            task = dataclasses.replace(task, environment=dataclasses.replace(self._environment, plugins=plugins))
+            passes = passing(await self._runs.run(task, b""))
+            if passes.issuperset(tests):
+                break
         task = dataclasses.replace(task, tests=tuple(test for test in tests if test in passes))
-        number = self._numbers[file]
-        checks = await self._verifier.checks(task, number) if task.tests else Checks(None, (), ())
-        names, hidden = base_names(task.tests), task.hidden_files
-        whole = await asyncio.to_thread(wholly_observed, names, checks.observed, hidden, number)
+        checks = await self._verifier.checks(task) if task.tests else Checks(None, (), ())
+        whole = await asyncio.to_thread(wholly_observed, base_names(task.tests), checks.observed, task.hidden_files)
         return _Master(task, checks, passes, whole)
 
-    async def _joined(self, files: tuple[str, ...]) -> _Master:
-        """What is proven of several files. Only tests that pass together count, and decoys that they fail together."""
-        masters = await asyncio.gather(*(self._master((file,)) for file in files))
-        task = self._master_task(files, tuple(sorted(test for each in masters for test in each.task.tests)))
-        checks = joined([each.checks for each in masters])
-        asked = {test for each in checks.decoys for test in each.tests}
-        names = tuple(test for test in base_names(task.tests) if test in asked)
-        written, *found = await asyncio.gather(
-            self._runs.run(task, b""),
-            *(self._runs.run(task, b"", task.hidden_files | each.files, names) for each in checks.decoys),
-        )
-        passes = passing(written)
-        decoys = [
-            Decoy(decoy.files, failing)
-            for decoy, result in zip(checks.decoys, found, strict=True)
-            if result.exit != "timed_out"
-            and (failing := tuple(test for test in decoy.tests if test not in passing(result)))
-        ]
-        decided = checks.fully_observed.union(*(each.tests for each in decoys))
-        checks = Checks(
-            checks.observed,
-            tuple(decoys),
-            tuple(test for test in base_names(task.tests) if test not in decided),
-            tuple(sorted({*checks.known, *(name for each in (written, *found) for name in each.tampering)})),
-        )
-        return _Master(task, checks, passes, frozenset[str]().union(*(each.whole for each in masters)))
-
-    def _master_task(self, files: tuple[str, ...], tests: tuple[str, ...]) -> Task:
-        tree, name = self._repository.tree, f"{self._repository.name}-{'+'.join(files)}"
-        hidden = {path: tree[path] for path in files}
+    def _master_task(self, file: str, tests: tuple[str, ...]) -> Task:
+        tree, name = self._repository.tree, f"{self._repository.name}-{file}"
+        hidden = {file: tree[file]}
         return Task(name, "master", Split.TRAIN, "", tree, hidden, tests, b"", {}, environment=self._environment)
-
-
-def _file_of(test: str) -> str:
-    return test.split("::", 1)[0]
 
 
 def _passing(verdict: Verdict) -> set[str]:
@@ -308,16 +305,3 @@ def _narrowed(master: _Master, tests: Sequence[str]) -> Checks:
         left.update({test: left[test] - 1 for test in named})
     undecided = tuple(test for test in checks.undecided if test in names)
     return Checks(observed, tuple(each for each in decoys if each.tests), undecided, checks.known)
-
-
-def _general(reason: str) -> str:
-    """Reason of `contradiction` without the names of tests and values, for counting."""
-    for part in (
-        "said to fail before the fix",
-        "do not run to their end",
-        "does not pass after the fix",
-        "counts as tampering",
-    ):
-        if part in reason:
-            return f"verdict: {part}"
-    return f"verdict: {reason}"

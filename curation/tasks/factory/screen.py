@@ -36,6 +36,8 @@ class Screened:
     """Message of the first failing node of each failing test function, by the function's name."""
     covering: tuple[str, ...]
     """All test functions that run its lines, by name."""
+    file: str
+    """File of the tests that grade the task: of those with failing tests, the one with the most failing nodes."""
 
 
 @dataclass(frozen=True)
@@ -165,4 +167,10 @@ def _judge(candidate: Candidate, request: dict[str, Any], result: Any, baseline:
     for node in sorted(failed):
         messages.setdefault(base_name(node), failed[node][1])
     covering = tuple(sorted({base_name(node) for node in request["tests"]}))
-    return Screened(candidate, messages, covering)
+    nodes = Counter(map(file_of, sorted(failed)))
+    return Screened(candidate, messages, covering, nodes.most_common(1)[0][0])
+
+
+def file_of(test: str) -> str:
+    """Test file of a test."""
+    return test.split("::", 1)[0]

@@ -1,4 +1,4 @@
-"""Strategy `combine`: two to four proved bugs of one file at once, in different functions."""
+"""Strategy `combine`: two to four proved bugs of one file, graded by one test file, at once in different functions."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ _SIZES = (2, 3, 4)
 
 def combined(proved: Sequence[Screened], seed: int, most: int) -> list[Candidate]:
     """At most `most` combinations; each bug is in one at most."""
-    by_file: dict[str, list[Screened]] = {}
+    by_file: dict[tuple[str, str], list[Screened]] = {}
     for each in sorted(proved, key=lambda each: each.candidate.identity):
-        by_file.setdefault(each.candidate.path, []).append(each)
+        by_file.setdefault((each.candidate.path, each.file), []).append(each)
     rng = Random(f"combine/{seed}")
     found: list[Candidate] = []
-    for path in sorted(by_file):
-        pool = by_file[path]
+    for _, pool in sorted(by_file.items()):
         rng.shuffle(pool)
         while len(pool) >= _SIZES[0]:
             size, parts = rng.choice(_SIZES), [pool.pop()]
