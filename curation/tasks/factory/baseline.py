@@ -29,7 +29,7 @@ _AT_ONCE = 2
 _RUNS: tuple[tuple[str, dict[str, Any], dict[str, str]], ...] = (
     ("plain", {"coverage": True}, {"TZ": "UTC", "PYTHONHASHSEED": "0"}),
     ("alone", {"alone": True}, {"TZ": "UTC", "PYTHONHASHSEED": "0"}),
-    ("under load", {"load": 3}, {"TZ": "UTC", "PYTHONHASHSEED": "0"}),
+    ("under load", {"load": 2}, {"TZ": "UTC", "PYTHONHASHSEED": "0"}),
     ("in another order", {"reverse": True}, {"TZ": "UTC", "PYTHONHASHSEED": "0"}),
     ("with another hash seed", {}, {"TZ": "UTC", "PYTHONHASHSEED": "4711"}),
     ("in another time zone", {}, {"TZ": "Asia/Kathmandu", "PYTHONHASHSEED": "0"}),

@@ -174,6 +174,8 @@ class Prover:
             master = await self._master(file)
             every = dataclasses.replace(master.task, meta={"path": path}, checks=master.checks)
             states = cheat_states(every)
+            # names the bug's file as one of the product: a change of a file such as tests.py would be undone
+            every = dataclasses.replace(every, reference_diff=next(iter(states.values())))
             async with asyncio.timeout(PROOF_S):
                 return {name: await self._tried(every, states[name]) for name in states if name != RESTORED}
 

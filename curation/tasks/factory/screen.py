@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,9 @@ from curation.tasks.factory.strategies import Candidate, changed_text
 MOST_TESTS = 250
 """A candidate whose lines more tests run is left out: it would break most of the suite."""
 CHUNK = 120
-"""Candidates screened in one sandbox, and lost if it is killed."""
+"""Most candidates screened in one sandbox, and lost if it is killed."""
+_AT_LEAST = 4
+"""Sandboxes among which candidates are shared out."""
 _SCREEN_S = 3000.0
 """Deadline of a chunk, in seconds; envd allows 3600."""
 _WALL_S, _CPU_S = 90.0, 4.0
@@ -66,7 +69,8 @@ async def screen(
             reasons[request] += 1
         else:
             asked.append((each, request))
-    chunks = [asked[start : start + CHUNK] for start in range(0, len(asked), CHUNK)]
+    size = max(1, min(CHUNK, math.ceil(len(asked) / _AT_LEAST)))
+    chunks = [asked[start : start + size] for start in range(0, len(asked), size)]
     done = 0
 
     async def one(chunk: list[tuple[Candidate, dict[str, Any]]]) -> dict[str, Any]:
