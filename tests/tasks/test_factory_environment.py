@@ -114,7 +114,11 @@ dependencies = ["onemore"]
 [dependency-groups]
 test = ["watcher", "pytest"]
 """,
-    "sums.py": "from onemore import more\n\n\ndef add(a, b):\n    return a + more(b) - 1\n",
+    "sums.py": (
+        "from onemore import more\n\n\ndef add(a, b):\n    return a + more(b) - 1\n\n\n"
+        "def take(a, b):\n    return a - more(b) + 1\n"
+    ),
+    "test_take.py": "from sums import take\n\n\ndef test_take():\n    assert take(5, 3) == 2\n",
     "test_sums.py": """
 import importlib.util
 import pytest
@@ -150,15 +154,15 @@ def test_made_tasks_bring_the_packages_of_their_repository(tmp_path: Path) -> No
 
     async def play(address: str) -> None:
         async with SandboxClient(address) as client:
-            config = MakeConfig(count=3, strategies=("mutate",))
+            config = MakeConfig(count=8, strategies=("mutate",))
             suite = await make_suite(str(source), config, DEFAULT_SHARES, store, client, wheelhouse=wheels)
             (runtime,) = list_artifacts(store, "runtime")
             assert suite.manifest.parents["runtime"] == runtime.ref
             assert {each["name"] for each in suite.json("card.json")["packages"]} >= {"onemore", "watcher"}
             tasks = list(suite_tasks(suite, None).values())
-            assert tasks
             assert {task.environment.runtime for task in tasks} == {runtime.meta["digest"]}
-            assert {task.environment.plugins for task in tasks} == {("watcher",)}
+            graded = {(task.tests[0].split("::")[0], task.environment.plugins) for task in tasks}
+            assert graded == {("test_sums.py", ("watcher",)), ("test_take.py", ())}
             for name, solved in (("oracle", True), ("noop", False)):
                 played = await play_suite(tasks, agent_named(name), client, Verifier(client, None, runtimes=store))
                 assert [each.verdict.solved for each in played] == [solved] * len(tasks)

@@ -31,7 +31,10 @@ def make(
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Chooses among the edits of a function.")] = 0,
     older: Annotated[
-        str | None, typer.Option(help="Older version, written as SOURCE, from which `revert` takes functions.")
+        str | None,
+        typer.Option(
+            help="Older version, written as SOURCE, from which `revert` takes functions. Else it undoes commits."
+        ),
     ] = None,
     endpoint: Annotated[
         str | None,

@@ -77,6 +77,11 @@ class Function:
         """Its last line."""
         return self.node.end_lineno or self.node.lineno
 
+    def encloses(self, path: str, start: int, end: int) -> bool:
+        """Whether bytes of a file are part of its lines."""
+        starts = self.source.starts
+        return path == self.source.path and starts[self.first - 1] <= start and end <= starts[self.last]
+
     @property
     def body(self) -> list[ast.stmt]:
         """Statements after the docstring."""
@@ -105,7 +110,7 @@ def product_sources(tree: Tree) -> list[Source]:
     """Parsed files of the product, by path. Files that are not UTF-8 or not Python are left out."""
     found = []
     for path in sorted(tree):
-        if path.endswith(".py") and not is_test_file(path) and _is_product(path) and b"\r" not in tree[path]:
+        if is_product_file(path) and b"\r" not in tree[path]:
             try:
                 found.append(Source(path, tree[path], ast.parse(tree[path].decode())))
             except (SyntaxError, ValueError):
@@ -119,9 +124,11 @@ def is_test_file(path: str) -> bool:
     return name.endswith(".py") and (name.startswith("test_") or name.endswith("_test.py"))
 
 
-def _is_product(path: str) -> bool:
+def is_product_file(path: str) -> bool:
+    """Whether a file of this name is Python code of the product."""
     parts = PurePosixPath(path).parts
-    return not set(parts[:-1]) & _NOT_PRODUCT and parts[-1] not in _NOT_PRODUCT_FILES
+    product = not set(parts[:-1]) & _NOT_PRODUCT and parts[-1] not in _NOT_PRODUCT_FILES
+    return product and path.endswith(".py") and not is_test_file(path)
 
 
 def _functions(source: Source, body: Sequence[ast.stmt], classes: tuple[str, ...]) -> Iterator[Function]:
@@ -151,6 +158,10 @@ class Lines:
         lines = self._lines.get(path, {})
         names = frozenset[str]().union(*(lines.get(line, frozenset()) for line in range(first, last + 1)))
         return names - {""}
+
+    def of_file(self, path: str) -> frozenset[str]:
+        """Tests that run a line of a file."""
+        return frozenset[str]().union(*self._lines.get(path, {}).values()) - {""}
 
     def imported(self, function: Function) -> bool:
         """Whether a line of a function's body ran outside of tests, as its module was imported."""

@@ -28,7 +28,7 @@ from curation.tasks.factory.guest import PROGRAM, Guest
 from curation.tasks.factory.licences import check_licence
 from curation.tasks.factory.prove import Proved, Prover
 from curation.tasks.factory.screen import CHUNK, Screened, Screening, screen
-from curation.tasks.factory.source import Repository, read_repository
+from curation.tasks.factory.source import Repository, head_of, read_repository
 from curation.tasks.factory.splits import deal_files
 from curation.tasks.factory.steps import FACTORY_VERSION
 from curation.tasks.factory.strategies import Candidate, Context, asked, strategy_named
@@ -41,6 +41,8 @@ T = TypeVar("T")
 R = TypeVar("R")
 STRATEGIES = ("mutate", "remove")
 """Strategies used by default."""
+REVERT = "revert"
+"""Strategy that needs an older version, or a history."""
 COMBINE = "combine"
 """Strategy that joins bugs which others found."""
 _SPARE = 3.0
@@ -65,7 +67,7 @@ class MakeConfig:
     allowed: tuple[str, ...] = ()
     """Licences that are used although they are unknown or not permissive."""
     revert_from: str | None = None
-    """Older version for the strategy `revert`, as a SOURCE."""
+    """Older version for the strategy `revert`, as a SOURCE; None: commits are undone."""
     model: asked.Model | None = None
     """Language model of the strategies `rewrite` and `feature`."""
 
@@ -115,6 +117,8 @@ async def make_suite(
     older = None
     if config.revert_from is not None:
         older = read_repository(config.revert_from, store, index=index, wheelhouse=wheelhouse).tree
+    elif REVERT in config.strategies and repository.clone is None:
+        raise TaskError(f"the strategy {REVERT} needs a git repository, or an older version: name one by --older")
     around = surroundings_of(repository, store, index=index, wheelhouse=wheelhouse)
     settings = {
         "kind": "made",
@@ -129,6 +133,8 @@ async def make_suite(
         "python": platform.python_version(),
         "shares": {split.value: shares.get(split, 0) for split in DEFAULT_SHARES},
     }
+    if REVERT in config.strategies and older is None:
+        settings["history"] = head_of(repository)
     if config.model is not None:
         settings["model"] = config.model.name
     key = action_key("task_suite", {}, settings, FACTORY_VERSION)
@@ -151,11 +157,11 @@ async def make_suite(
         told = partial(report, f"asking for {name}")
         drawn += await asked.ask_for_candidates(name, context, wanted, config.model, store, told)
     drawn = list(in_turns(drawn, lambda each: each.strategy))
-    prover = Prover(repository, around, baseline, client, store)
+    prover = await asyncio.to_thread(Prover, repository, around, baseline, client, store)  # reads packages for seconds
     progress = await _Factory(config, context, baseline, guest, prover, store, report).run(drawn)
     if not progress.accepted:
         raise TaskError(f"{source} gave no task: {_commonest(progress.left_out)}")
-    return _publish(repository, around, baseline, settings, key, store, progress, shares)
+    return _publish(repository, around, baseline, settings, key, store, progress, context.unused, shares)
 
 
 def covered_functions(repository: Repository, baseline: Baseline) -> list[Function]:
@@ -305,6 +311,7 @@ def _publish(
     key: str,
     store: Store,
     progress: _Progress,
+    unused: Mapping[str, str],
     shares: Mapping[Split, float],
 ) -> Artifact:
     made = [each.task for each in progress.accepted if each.task is not None]
@@ -319,7 +326,8 @@ def _publish(
     ) as out:
         add_tasks(out, tasks)
         out.add_json("validation.json", _proof(tasks, families, progress).model_dump())
-        out.add_json("card.json", _card(repository, around, baseline, tasks, progress))
+        card = _card(repository, around, baseline, tasks, progress)
+        out.add_json("card.json", card | {"unused_commits": dict(sorted(unused.items()))})
         meta = {
             "tasks": len(tasks),
             "broken": sum(progress.left_out.values()),

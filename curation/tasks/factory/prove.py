@@ -37,7 +37,7 @@ from curation.verify import Verdict, Verifier, make_verdict
 from envd.client import SandboxClient, VerifyResult
 
 _FLIPS = "repetitions disagree"
-MOST_KEPT = 40
+MOST_KEPT = 20
 """Nodes of the tests that must still pass which a task names."""
 VERIFY_TIMEOUT_S = 60.0
 """Deadline of a proof's runs. Longer than the verifier's own, so that a busy machine changes no verdict and no check: a

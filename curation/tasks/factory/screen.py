@@ -135,24 +135,20 @@ def _request(candidate: Candidate, functions: Mapping[str, Function], baseline: 
 
 
 def _covering(candidate: Candidate, functions: Mapping[str, Function], baseline: Baseline) -> frozenset[str]:
-    """Node ids of the tests that run a changed line, or the function if coverage knows no such line."""
+    """Node ids of the tests that run a changed line, or the function if coverage knows no such line; of all that run
+    the file for changes outside of functions.
+    """
     found = frozenset[str]()
     for edit in candidate.edits:
-        function = next(
-            each
-            for each in functions.values()
-            if each.source.path == edit.path and _encloses(each, edit.start, edit.end)
-        )
+        function = next((each for each in functions.values() if each.encloses(edit.path, *edit.span)), None)
+        if function is None:
+            found |= baseline.lines.of_file(edit.path)
+            continue
         first, last = (function.source.data[:place].count(b"\n") + 1 for place in (edit.start, edit.end))
         start = function.node.body[0].lineno
         lines = baseline.lines.tests(edit.path, max(first, start), last) if first >= start else frozenset[str]()
         found |= lines or baseline.lines.tests(edit.path, start, function.last)
     return found
-
-
-def _encloses(function: Function, start: int, end: int) -> bool:
-    starts = function.source.starts
-    return starts[function.first - 1] <= start and end <= starts[function.last]
 
 
 def _judge(candidate: Candidate, request: dict[str, Any], result: Any, baseline: Baseline) -> Screened | str:

@@ -20,7 +20,7 @@ from curation.errors import TaskError
 from curation.tasks.factory.licences import licence_of
 from curation.tasks.factory.steps import recall_bytes
 from curation.tasks.importing.reading import MAX_BYTES
-from curation.tasks.importing.trees import LEFT_OUT, Tree, commit_tree, folder_tree
+from curation.tasks.importing.trees import LEFT_OUT, Tree, commit_tree, folder_tree, run_git
 
 DEFAULT_INDEX = "https://pypi.org/simple/"
 _BUILT = frozenset({"build", "dist", ".eggs", "htmlcov", "site-packages"})
@@ -67,6 +67,13 @@ def read_repository(
     tree = {path: data for path, data in tree.items() if not _is_product(path)}
     name = re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-.").lower() or "repository"
     return Repository(name, source, tree, licence_of(tree), clone)
+
+
+def head_of(repository: Repository) -> str:
+    """Id of the commit that a repository's files are of; empty without a git repository."""
+    if repository.clone is None:
+        return ""
+    return run_git(["rev-parse", "HEAD"], repository.clone).stdout.decode().strip()
 
 
 def _is_product(path: str) -> bool:

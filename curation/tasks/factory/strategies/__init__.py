@@ -35,6 +35,11 @@ class Edit:
     """Byte offset after the replaced bytes."""
     text: str
 
+    @property
+    def span(self) -> tuple[int, int]:
+        """Byte offsets of what is replaced: start and end."""
+        return self.start, self.end
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -91,6 +96,8 @@ class Context:
     """Largest number of candidates of a function that are useful."""
     older: Tree | None = None
     """Files of an older version, if one is named."""
+    unused: dict[str, str] = field(default_factory=dict)
+    """Filled by strategies: what gave no candidate, with the reason."""
 
 
 Strategy = Callable[[Context], Iterable[Candidate]]

@@ -1,19 +1,32 @@
-"""Strategy `revert`: functions as they were in an older version, or before a commit, put into the present one."""
+"""Strategy `revert`: functions as they were in an older version, or the changes of a commit undone at HEAD."""
 
 from __future__ import annotations
 
 import ast
+import difflib
 from collections.abc import Iterator
+from pathlib import Path
 
-from curation.tasks.factory.functions import Function, Source
+from curation.errors import TaskError
+from curation.tasks.factory.functions import Function, Source, is_product_file
 from curation.tasks.factory.strategies import Candidate, Context, Edit, changed_text, normalized
+from curation.tasks.importing.trees import Tree, patched_tree, run_git
+
+MOST_COMMITS = 300
+"""Newest commits that are undone, one at a time; merges don't count."""
 
 
 def candidates(context: Context) -> Iterator[Candidate]:
-    """One candidate for each function whose older version differs. Without an older version there is none."""
-    older = context.older
-    if older is None:
-        return
+    """One candidate for each function that differs in the older version; without one, for each commit of the
+    repository's git history that can be undone. `context.unused` gets the others, with the reason.
+    """
+    if context.older is not None:
+        yield from _functions(context, context.older)
+    elif context.repository.clone is not None:
+        yield from _commits(context, context.repository.clone)
+
+
+def _functions(context: Context, older: Tree) -> Iterator[Candidate]:
     for function in context.functions:
         before = _same(function, older.get(function.source.path))
         if before is None or normalized(before.text) == normalized(changed_text(function, ())):
@@ -32,3 +45,60 @@ def _same(function: Function, data: bytes | None) -> Function | None:
     except (SyntaxError, ValueError):
         return None
     return next((each for each in source.functions if each.qualname == function.qualname), None)
+
+
+def _commits(context: Context, clone: Path) -> Iterator[Candidate]:
+    options = ["--no-merges", "--no-show-signature", f"--max-count={MOST_COMMITS}", "--format=%H%x09%P%x09%s"]
+    for line in run_git(["log", *options, "HEAD"], clone).stdout.decode(errors="replace").splitlines():
+        commit, parent, subject = line.split("\t", 2)
+        found = _undone(context, clone, commit, parent) if parent else "has no parent in this clone"
+        if isinstance(found, str):
+            context.unused[f"{commit[:12]} {subject}"] = found
+        else:
+            yield found
+
+
+def _undone(context: Context, clone: Path, commit: str, parent: str) -> Candidate | str:
+    """The bug that undoing a commit makes of HEAD, or why there is none."""
+    options = ["--no-renames", "--no-ext-diff", "--no-textconv", "--no-color"]
+    literal = {"GIT_LITERAL_PATHSPECS": "1"}
+    names = run_git(["diff", *options, "--name-only", "-z", parent, commit], clone).stdout.split(b"\0")[:-1]
+    paths = [path for name in names if is_product_file(path := name.decode(errors="replace"))]
+    if not paths:
+        return "changes no code of the product"
+    patch = run_git(["diff", *options, "--full-index", commit, parent, "--", *paths], clone, environment=literal).stdout
+    before = {path: context.repository.tree[path] for path in paths if path in context.repository.tree}
+    try:
+        after = patched_tree(before, patch, "commit")
+    except TaskError:
+        return "does not apply to HEAD"
+    if not before.keys() == after.keys() == set(paths):
+        return "adds or removes a file"
+    try:
+        if all(_syntax(before[path]) == _syntax(after[path]) for path in paths):
+            return "changes no code"
+    except (SyntaxError, ValueError):
+        return "leaves code that this Python can't read"
+    edits = tuple(edit for path in paths for edit in _edits(path, before[path], after[path]))
+    functions = dict.fromkeys(
+        function.key for edit in edits for function in context.functions if function.encloses(edit.path, *edit.span)
+    )
+    if not functions:
+        return "changes no function that tests run"
+    meta = {"commit": commit, "functions": list(functions)}
+    return Candidate("revert", "revert_commit", next(iter(functions)), edits, meta)
+
+
+def _syntax(data: bytes) -> str:
+    return ast.dump(ast.parse(data.decode()))
+
+
+def _edits(path: str, before: bytes, after: bytes) -> Iterator[Edit]:
+    """Edits of whole lines that change one content into the other."""
+    old, new = before.splitlines(keepends=True), after.splitlines(keepends=True)
+    starts = [0]
+    for line in old:
+        starts.append(starts[-1] + len(line))
+    for kind, first, last, begin, end in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
+        if kind != "equal":
+            yield Edit(path, starts[first], starts[last], b"".join(new[begin:end]).decode())
