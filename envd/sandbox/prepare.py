@@ -13,6 +13,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Collection, Iterator, Mapping
+from importlib.util import cache_from_source
 from pathlib import Path, PurePosixPath
 from typing import IO
 
@@ -56,10 +57,12 @@ class Preparation:
         hidden: Mapping[str, bytes],
         product: Collection[str] = (),
         codes: Mapping[str, bytes] = {},
+        modules: Mapping[str, bytes] = {},
     ) -> str | None:
         """Prepare the workspace. Returns the reason if that fails, else None. Raises OSError for machine faults.
 
         product: files of the template that solutions change. codes: byte code of hidden files, by its own path.
+        modules: byte code of modules of the template, by their paths; of those that the diff changes none is placed.
         """
         try:
             with self._as_tests():
@@ -75,6 +78,9 @@ class Preparation:
                 self._undo(changed, hidden, product)
                 for note in review(self._workspace, self._template, changed):
                     self._note(note)
+                for path in sorted(modules.keys() - set(changed)):
+                    with contextlib.suppress(OSError):  # runs without, slower
+                        _place_file(self._workspace, cache_from_source(path), modules[path])
             for path, content in sorted({**hidden, **codes}.items()):
                 _place_file(self._workspace, path, content)
                 if self._supervised:

@@ -19,6 +19,7 @@ import os
 import re
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from types import CodeType
@@ -187,7 +188,7 @@ def cached_path(path: str) -> str:
     return str(file.parent / "__pycache__" / f"{file.stem}{PYC_TAIL}")
 
 
-def compiled(root: Path, path: str, source: bytes) -> bytes:
+def compiled_test(root: Path, path: str, source: bytes) -> bytes:
     """Byte code of a test file at a path below root, as pytest reads it; empty if the file can't be compiled. Call it
     in a process of `inside_session`.
     """
@@ -201,8 +202,21 @@ def compiled(root: Path, path: str, source: bytes) -> bytes:
     return as_cached(source, code)
 
 
+def compiled_module(root: Path, path: str, source: bytes) -> bytes:
+    """Byte code of a module at a path below root, as Python reads it; empty if the module can't be compiled, or not
+    without a warning, which its import would then no longer give.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            code = compile(source, str(root / path), "exec", dont_inherit=True)
+    except (SyntaxError, ValueError, RecursionError, MemoryError, Warning):
+        return b""
+    return as_cached(source, code)
+
+
 def as_cached(source: bytes, code: CodeType) -> bytes:
-    """Content of the file at `cached_path`: byte code of this source (PEP 552, a checked hash)."""
+    """Content of a file of byte code of this source (PEP 552, a checked hash)."""
     return importlib.util.MAGIC_NUMBER + b"\x03\x00\x00\x00" + importlib.util.source_hash(source) + marshal.dumps(code)
 
 

@@ -33,7 +33,14 @@ from envd.sandbox.origin import Origin
 from envd.sandbox.place import Place
 from envd.sandbox.prepare import Preparation
 from envd.sandbox.proctree import kill_since, processor_ticks, reap
-from envd.sandbox.runner import cached_path, compiled, configured, pipe_sender, run_tests
+from envd.sandbox.runner import (
+    cached_path,
+    compiled_module,
+    compiled_test,
+    configured,
+    pipe_sender,
+    run_tests,
+)
 from envd.sandbox.verdict import Ending, Record, all_missing, observations, outcomes_and_tampering
 from envd.tools import Output
 from envd.types import VerifyResult
@@ -56,29 +63,25 @@ def serve_verification(sock: socket.socket, place: Place, *, supervised: bool = 
             wire.send(sock, {"ready": True})
             continue
         if header["op"] == "compile":
-            wire.send(sock, {}, compiled(place.workspace, header["path"], blob))
+            sources, _ = wire.cut(blob, header["files"])
+            make = compiled_test if header["rewritten"] else compiled_module
+            made = {path: make(place.workspace, path, source) for path, source in sources.items()}
+            wire.send(sock, {"codes": [[path, len(code)] for path, code in made.items()]}, b"".join(made.values()))
             continue
         diff, rest = blob[: header["diff_bytes"]], blob[header["diff_bytes"] :]
-        files, rest = _cut(rest, header["hidden"])
-        codes, _ = _cut(rest, header.get("compiled", ()))
+        files, rest = wire.cut(rest, header["hidden"])
+        codes, rest = wire.cut(rest, header.get("compiled", ()))
+        modules, _ = wire.cut(rest, header.get("modules", ()))
         result = verify(
             *(place, diff, files, header["tests"], float(header["timeout_s"]), supervised),
             artifacts=header.get("artifacts", ()),
             product=header.get("product", ()),
             configuration=configured(header.get("plugins", ()), header.get("ini", {})),
             codes=codes,
+            modules=modules,
             idle_s=float(header.get("idle_s", 0)),
         )
         wire.send(sock, {"result": asdict(result)})
-
-
-def _cut(blob: bytes, sizes: Sequence[tuple[str, int]]) -> tuple[dict[str, bytes], bytes]:
-    """Files at the beginning of a blob, by path, and what follows them."""
-    files, start = {}, 0
-    for path, size in sizes:
-        files[path] = blob[start : start + size]
-        start += size
-    return files, blob[start:]
 
 
 def verify(
@@ -92,20 +95,21 @@ def verify(
     product: Sequence[str] = (),
     configuration: Sequence[str] = (),
     codes: Mapping[str, bytes] = {},
+    modules: Mapping[str, bytes] = {},
     idle_s: float = 0,
 ) -> VerifyResult:
     """Run the tests on the template with the diff applied; with `artifacts`, only with the changes to these paths.
 
     product: paths that solutions change; other files of the template that look like test helpers are restored.
-    configuration: further options of pytest. codes: byte code of hidden test files, by their paths. idle_s: as in
-    `VerifyRequest`.
+    configuration: further options of pytest. codes, modules: byte code of hidden test files, and of modules of the
+    template, by their paths. idle_s: as in `VerifyRequest`.
     """
     # Opened before anything is applied or run, so that a file put at its path later is not read.
     log = os.open(place.scratch / "log", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     declared = PathPatterns(artifacts) if artifacts else None
     preparation = Preparation(place.workspace, place.template, place.scratch, supervised=supervised, artifacts=declared)
     codes = {cached_path(path): code for path, code in codes.items()}
-    problem = preparation.run(diff, hidden, product, codes)
+    problem = preparation.run(diff, hidden, product, codes, modules)
     if problem is not None:
         return VerifyResult(all_missing(tests), "apply_failed", problem)
     how = layout(place.template, hidden, tests, configuration)

@@ -9,6 +9,7 @@ import array
 import json
 import socket
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 HEAD = struct.Struct(">II")
@@ -41,6 +42,15 @@ def lengths(head: bytes) -> tuple[int, int]:
     if header > MAX_HEADER or blob > MAX_BLOB:
         raise ValueError(f"frame of {header} + {blob} bytes exceeds the maximum size")
     return header, blob
+
+
+def cut(blob: bytes, sizes: Sequence[tuple[str, int]]) -> tuple[dict[str, bytes], bytes]:
+    """Files at the beginning of a blob, by path, and what follows them."""
+    files, start = {}, 0
+    for path, size in sizes:
+        files[path] = blob[start : start + size]
+        start += size
+    return files, blob[start:]
 
 
 def send(sock: socket.socket, header: dict[str, Any], blob: bytes = b"") -> None:

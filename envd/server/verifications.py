@@ -9,14 +9,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from envd.backends.base import Backend, BoxSpec
 from envd.errors import EnvdError, ServerBusy
 from envd.sandbox import wire
-from envd.server.compiled_tests import CompiledTests
+from envd.server.compiled_files import CompiledFiles, key_of, modules_of
 from envd.server.exporting import patterns_of
 from envd.server.guest_bundle import bundle
 from envd.server.guest_verifications import verify_in_guest
@@ -30,6 +31,8 @@ _ASK_S = 60.0
 _GUEST_S = 180.0
 """The same for a verifier in a guest, whose processor may be emulated."""
 _COMPILE_S = 60.0
+_RUNS_OF_TESTS, _RUNS_OF_MODULES = 1, 8
+"""Runs before a test file, and before a module of a template, is compiled: each task has a module with its bug."""
 _REWRITING = "enable_assertion_pass_hook"
 """Key of pytest's configuration that changes how assertions are rewritten."""
 _OF = {"auto": "namespaces", "namespaces": "namespaces", "plain": "plain"}
@@ -44,7 +47,7 @@ class Verifications:
         self._zygotes, self._templates, self._runtimes = dict(zygotes), templates, runtimes
         self._slots = asyncio.Semaphore(os.cpu_count() or 1)
         self._count = self._running = 0
-        self._compiled = CompiledTests()
+        self._tests, self._modules = CompiledFiles(_RUNS_OF_TESTS), CompiledFiles(_RUNS_OF_MODULES)
 
     @property
     def idle(self) -> bool:
@@ -127,16 +130,10 @@ class Verifications:
     ) -> dict[str, Any]:
         cold = await asyncio.to_thread(bundle, False) if runtime and not self._runtimes.is_ours(runtime) else b""
         # elsewhere byte code would name another path of the file, or be another pytest's
-        if name == "namespaces" and not cold and _REWRITING not in header["ini"]:
-            modules = {test.split("::", 1)[0] for test in header["tests"]}
-            asked = {path: content for path, content in hidden.items() if path in modules and path.endswith(".py")}
-
-            async def compiled(path: str, content: bytes) -> bytes:
-                return await self._compile(name, digest, limits, path, content)
-
-            codes = await self._compiled.of(asked, compiled)
-            header = header | {"compiled": [[path, len(code)] for path, code in codes.items()]}
-            blob += b"".join(codes.values())
+        if name == "namespaces" and not cold:
+            for kind, codes in (await self._byte_code(digest, limits, header, hidden)).items():
+                header = header | {kind: [[path, len(code)] for path, code in codes.items()]}
+                blob += b"".join(codes.values())
         link = await self._zygotes[name].spawn(digest, limits, {}, runtime=runtime, cold=cold)
         try:
             reply, _ = await link.ask(header, blob, timeout_s=header["timeout_s"] + _ASK_S)
@@ -144,13 +141,32 @@ class Verifications:
             link.close()
         return reply
 
-    async def _compile(self, name: str, digest: str, limits: Limits, path: str, content: bytes) -> bytes:
-        link = await self._zygotes[name].spawn(digest, limits, {})
-        try:
-            _, code = await link.ask({"op": "compile", "path": path}, content, timeout_s=_COMPILE_S)
-        finally:
-            link.close()
-        return code
+    async def _byte_code(
+        self, digest: str, limits: Limits, header: dict[str, Any], hidden: Mapping[str, bytes]
+    ) -> dict[str, dict[str, bytes]]:
+        """Byte code of the hidden test files that run, and of the template's modules, by path."""
+        asked = {test.split("::", 1)[0] for test in header["tests"]} if _REWRITING not in header["ini"] else set()
+        tests = {path: key_of(path, hidden[path]) for path in asked & hidden.keys() if path.endswith(".py")}
+        directory = self._templates.directory_of(digest)
+        modules = await asyncio.to_thread(modules_of, directory)
+
+        async def compiled(read: Callable[[str], bytes], rewritten: bool, paths: Sequence[str]) -> dict[str, bytes]:
+            files = [(path, await asyncio.to_thread(read, path)) for path in paths]
+            asking = {"op": "compile", "files": [[path, len(content)] for path, content in files]}
+            link = await self._zygotes["namespaces"].spawn(digest, limits, {})
+            try:
+                blob = b"".join(content for _, content in files)
+                said, codes = await link.ask(asking | {"rewritten": rewritten}, blob, timeout_s=_COMPILE_S)
+            finally:
+                link.close()
+            return wire.cut(codes, said["codes"])[0]
+
+        return {
+            "compiled": await self._tests.of(tests, partial(compiled, hidden.__getitem__, True)),
+            "modules": await self._modules.of(
+                modules, partial(compiled, lambda path: (directory / path).read_bytes(), False)
+            ),
+        }
 
     def _spec(self, digest: str, limits: Limits, runtime: str) -> BoxSpec:
         self._count += 1

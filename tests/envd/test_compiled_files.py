@@ -1,4 +1,4 @@
-"""Byte code of hidden tests: made from the second run on, used by pytest, and out of reach of the code under test."""
+"""Byte code of hidden tests and of a template's modules: used by later runs, with the same verdicts."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import asyncio
 import secrets
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
 from envd.errors import SandboxGone
 from envd.sandbox.runner import as_cached, cached_path
-from envd.server import compiled_tests
-from envd.server.compiled_tests import CompiledTests
+from envd.server import compiled_files
+from envd.server.compiled_files import CompiledFiles, modules_of
 from tests.envd.harness import Harness
 
 RIGHT = "def add(a, b):\n    return a + b\n"
@@ -114,26 +114,73 @@ def test_pytest_takes_the_byte_code_at_this_path(tmp_path: Path) -> None:
 
 
 def test_a_file_is_compiled_once_however_many_runs_ask(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled_tests, "MOST_BYTES", 250)
+    monkeypatch.setattr(compiled_files, "MOST_BYTES", 250)
     made: list[str] = []
 
-    async def compiled(path: str, content: bytes) -> bytes:
-        made.append(path)
+    async def compiled(paths: Sequence[str]) -> dict[str, bytes]:
+        made.extend(paths)
         await asyncio.sleep(0)
-        if content == b"bad":
+        if "bad" in paths:
             raise SandboxGone("it ended")
-        return content * 100
+        return {path: path[0].encode() * 100 for path in paths}
 
     async def run() -> None:
-        cache = CompiledTests()
-        assert await cache.of({"a": b"1", "b": b"bad"}, compiled) == {} == dict.fromkeys(made)
-        found = await asyncio.gather(*(cache.of({"a": b"1", "b": b"bad"}, compiled) for _ in range(5)))
-        assert found == [{"a": b"1" * 100}] * 5
-        assert made == ["a", "b"]
-        for content in (b"2", b"3"):
-            assert await cache.of({"a": content}, compiled) == {}
-            assert await cache.of({"a": content}, compiled) == {"a": content * 100}
-        assert await cache.of({"a": b"1"}, compiled) == {"a": b"1" * 100}  # made again: it was the oldest
-        assert made == ["a", "b", "a", "a", "a"]
+        cache = CompiledFiles(runs=1)
+        for keys in ({"a": "1", "b": "2"}, {"bad": "3"}):
+            assert await cache.of(keys, compiled) == {}
+        assert made == []
+        found = await asyncio.gather(*(cache.of({"a": "1", "b": "2"}, compiled) for _ in range(5)))
+        assert found == [{"a": b"a" * 100, "b": b"b" * 100}] * 5 and made == ["a", "b"]
+        assert [await cache.of({"bad": "3"}, compiled) for _ in range(3)] == [{}] * 3 and made == ["a", "b", "bad"]
+        assert [await cache.of({"c": "4"}, compiled) for _ in range(2)] == [{}, {"c": b"c" * 100}]
+        assert await cache.of({"b": "2"}, compiled) == {"b": b"b" * 100} and made == ["a", "b", "bad", "c"]
+        assert await cache.of({"a": "1"}, compiled) == {"a": b"a" * 100} and made[-1] == "a"  # it was the oldest
 
     asyncio.run(run())
+
+
+IMPORTING = """\
+from pathlib import Path
+
+from calc import add
+from pack import helper, noisy, other
+
+
+def test_add():
+    assert add(helper.number() + other.number(), noisy.number()) == 3
+
+
+def test_cached():
+    found = {path.name.partition(".")[0] for path in Path(helper.__file__).parent.glob("__pycache__/*.pyc")}
+    assert found == {"__init__", "helper"}
+"""
+NUMBER = "def number():\n    return 1\n"
+
+
+def test_modules_that_a_diff_does_not_change_get_byte_code_after_some_runs(namespaces: Harness) -> None:
+    files = {
+        "calc.py": RIGHT.encode(),
+        "pack/__init__.py": b"",
+        "pack/helper.py": f"{NUMBER}# {secrets.token_hex(8)}\n".encode(),
+        "pack/other.py": b"def number():\n    return 9\n",
+        "pack/noisy.py": NUMBER.encode() + b"# \\d\nTEXT = '\\d'\n",
+        "pack/broken.py": b"def number(:\n",
+        "tests/test_secret.py": b"",
+    }
+    hidden = {"tests/test_secret.py": IMPORTING.encode()}
+    right = {"pack/other.py": NUMBER}
+    runs = [namespaces.verify(right, files=files, hidden=hidden, tests=TESTS) for _ in range(10)]
+    found = [[each.status for each in result.outcomes] for result in runs]
+    assert found[0] == ["passed", "failed"] and found[-1] == ["passed", "passed"]
+    assert {each.outcomes[0].status for each in runs} == {"passed"} and not any(each.tampering for each in runs)
+    changed = {"pack/other.py": NUMBER, "pack/helper.py": "def number():\n    return 7\n"}
+    wrong = namespaces.verify(changed, files=files, hidden=hidden, tests=TESTS)
+    assert [each.status for each in wrong.outcomes] == ["failed", "failed"], "a changed module runs as it is"
+
+
+def test_modules_of_a_template_are_those_of_its_product(tmp_path: Path) -> None:
+    for path in ("a.py", "pack/b.py", "pack/test_b.py", "conftest.py", "no-module/c.py", "pack/data.txt"):
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text("x = 1\n")
+    (tmp_path / "pack/link.py").symlink_to("b.py")
+    assert set(modules_of(tmp_path)) == {"a.py", "pack/b.py"}
