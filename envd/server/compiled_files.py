@@ -82,7 +82,7 @@ def key_of(path: str, content: bytes) -> str:
     return hashlib.sha256(path.encode() + b"\0" + content).hexdigest()
 
 
-@lru_cache(1024)
+@lru_cache(256)
 def modules_of(directory: Path) -> Mapping[str, str]:
     """Keys of the modules of a template, by path, without those of tests; empty if they are too many. Blocking."""
     found, total = dict[str, str](), 0
