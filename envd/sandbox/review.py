@@ -6,7 +6,7 @@ import ast
 import builtins
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
 _MODULES = frozenset(
@@ -150,12 +150,13 @@ def review(workspace: Path, template: Path, changed: Collection[str]) -> list[st
     files = sorted(
         (each for each in changed if each.endswith(".py")), key=lambda path: (not (template / path).exists(), path)
     )
-    before = {path: Counter(_names(_read(template / path))) for path in files[:_MOST_FILES]}
-    moved = set().union(*before.values())
+    before = {path: _read(template / path) for path in files[:_MOST_FILES]}
+    new = {path for path in before if not (template / path).exists()}
+    # a new file's code may be moved there
+    moved = {name for source in before.values() for name in _names(source)} if new else set()
     for path, known in before.items():
-        added = Counter(_names(_read(workspace / path))) - known
-        new = not (template / path).exists()  # a new file's code may be moved there
-        found += Counter({name: count for name, count in added.items() if not (new and name in moved)})
+        more = added(known, _read(workspace / path))
+        found += Counter({name: count for name, count in more.items() if not (path in new and name in moved)})
     names = [f"review:{name}" for name in sorted(found)][:_MOST_NAMES]
     grave = sorted(name for name in found if name in _GRAVE)
     return [
@@ -173,19 +174,78 @@ def _read(path: Path) -> bytes:
         return b""
 
 
-def _names(source: bytes) -> Iterator[str]:
-    try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return
-    modules = {
+def added(before: bytes, after: bytes) -> Counter[str]:
+    """Names that a file has more of than before. Statements that stand in both, which are most, are not walked."""
+    old, new = _parsed(before), _parsed(after)
+    if old is None or new is None or before.split(b"\n", 2)[:2] != after.split(b"\n", 2)[:2]:  # the encoding is there
+        return Counter(_names(after)) - Counter(_names(before))
+    olds, news = list(_statements(old.body, before.splitlines())), list(_statements(new.body, after.splitlines()))
+    common = Counter(text for text, _ in olds) & Counter(text for text, _ in news)
+    changed_old, changed_new = _without(olds, common), _without(news, common)
+    if _imported(changed_old) != _imported(changed_new):  # a name of a module means another thing in all statements
+        return Counter(_names(after)) - Counter(_names(before))
+    return Counter(_of_nodes(changed_new, new)) - Counter(_of_nodes(changed_old, old))
+
+
+def _statements(body: Sequence[ast.stmt], lines: Sequence[bytes]) -> Iterator[tuple[bytes, ast.AST]]:
+    """Statements with their lines. A class gives its statements, and what stands above them without text."""
+    for node in body:
+        if isinstance(node, ast.ClassDef):
+            yield b"", node
+            for each in (*node.decorator_list, *node.bases, *node.keywords):
+                yield b"", each
+            yield from _statements(node.body, lines)
+        else:
+            first = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", ()))])
+            yield b"\n".join(lines[first - 1 : node.end_lineno]), node
+
+
+def _without(statements: Iterable[tuple[bytes, ast.AST]], common: Counter[bytes]) -> list[ast.AST]:
+    """Statements without those in common, which have text."""
+    left, found = Counter(common), list[ast.AST]()
+    for text, node in statements:
+        if text and left[text]:
+            left[text] -= 1
+        else:
+            found.append(node)
+    return found
+
+
+def _walk(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
+    """All nodes below these; of a class only itself, since its statements are nodes of their own."""
+    for node in nodes:
+        yield from (node,) if isinstance(node, ast.ClassDef) else ast.walk(node)
+
+
+def _imported(nodes: Iterable[ast.AST]) -> frozenset[str]:
+    return frozenset(
         alias.asname or alias.name.split(".", 1)[0]
-        for node in ast.walk(tree)
+        for node in _walk(nodes)
         if isinstance(node, ast.Import)
         for alias in node.names
-    }
-    fine = {id(each) for node in ast.walk(tree) for each in _plain_uses(node)}
-    for node in ast.walk(tree):
+    )
+
+
+def _parsed(source: bytes) -> ast.Module | None:
+    try:
+        return ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+
+
+def _names(source: bytes) -> Iterator[str]:
+    tree = _parsed(source)
+    if tree is not None:
+        yield from _of_nodes([node for _, node in _statements(tree.body, ())], tree)
+
+
+def _of_nodes(nodes: Sequence[ast.AST], tree: ast.Module) -> Iterator[str]:
+    """Names of statements of `_statements` of a file."""
+    walked = list(_walk(nodes))
+    stores = any(isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) for node in walked)
+    modules = _imported(node for _, node in _statements(tree.body, ())) if stores else frozenset[str]()
+    fine = {id(each) for node in walked for each in _plain_uses(node)}
+    for node in walked:
         yield from _of_node(node)
         if any(_TEST_MODULE.fullmatch(name) for name in _modules_named(node)):
             yield "modules:tests"

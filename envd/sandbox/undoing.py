@@ -12,8 +12,8 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Collection, Iterator, Mapping
-from functools import lru_cache
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import cache, lru_cache
 from importlib.machinery import PathFinder
 from pathlib import Path, PurePosixPath
 
@@ -48,7 +48,12 @@ def unwanted(
     changed: paths that differ from the template's, in any order. product: files that solutions change and that do not
     count as helpers.
     """
-    imported = frozenset().union(*(imports(content) for path, content in hidden.items() if path.endswith(".py")))
+
+    @cache
+    def imported() -> frozenset[str]:
+        """What hidden tests import. To read them takes as long as a short run."""
+        return frozenset().union(*(imports(content) for path, content in hidden.items() if path.endswith(".py")))
+
     here = {PurePosixPath(path).parent / PurePosixPath(path).stem for path in hidden}
     names = {PurePosixPath(path).name for path in hidden}
     for path in changed:
@@ -68,7 +73,7 @@ def unwanted(
         elif (shadow := _shadow(path, template)) is not None:
             yield path, f"shadowed:{shadow}"
         elif path not in hidden and path not in product and _is_helper(path, template, imported):
-            quiet = _TEST.fullmatch(name) and PurePosixPath(path).stem not in imported
+            quiet = _TEST.fullmatch(name) and PurePosixPath(path).stem not in imported()
             yield path, "" if quiet else f"restored:{path}"
 
 
@@ -129,7 +134,7 @@ def _installed(name: str) -> bool:
     return PathFinder.find_spec(name, places) is not None
 
 
-def _is_helper(path: str, template: Path, imported: Collection[str]) -> bool:
+def _is_helper(path: str, template: Path, imported: Callable[[], Collection[str]]) -> bool:
     """Whether a template's file belongs to its tests.
 
     Such a file is in a test directory, has a test's name, imports pytest or unittest, or is a helper that tests import.
@@ -139,6 +144,6 @@ def _is_helper(path: str, template: Path, imported: Collection[str]) -> bool:
     place = PurePosixPath(path)
     if _TESTS & set(place.parts[:-1]) or _TEST.fullmatch(place.name):
         return True
-    if len(place.parts) == 1 and place.stem in imported and _HELPER.fullmatch(place.name):
+    if len(place.parts) == 1 and _HELPER.fullmatch(place.name) and place.stem in imported():
         return True
     return place.suffix == ".py" and _TESTING.search((template / path).read_bytes()) is not None

@@ -1,0 +1,138 @@
+"""Static review of a diff: statements that stand in both versions are not walked, and nothing is missed by that."""
+
+from __future__ import annotations
+
+import ast
+import json.decoder
+import random
+import unittest.case
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from envd.sandbox import review as module
+from envd.sandbox.review import added, review
+
+SOURCES = [Path(str(each.__file__)).read_text() for each in (json.decoder, unittest.case)] + [
+    "import os\nimport sys\n\n\nclass A(ValueError):\n    x = 1\n\n    class B:\n        def f(self):\n"
+    "            os.environ = {}\n            return sys.modules\n\n\ndef g(): return 1; return 2\n"
+]
+LINES = (
+    "import sys",
+    "import os as operator",
+    "from _pytest import runner",
+    "sys.modules['x'] = sys.modules.get(__name__)",
+    "os.environ = operator.x = {}",
+    "f.__code__ = g.__code__",
+    "x = __see__('0:1', 2); y = 3",
+    "class A(ValueError, KeyError, TypeError): __eq__ = lambda self, other: True",
+    "class B(int):",
+    "def __eq__(self, other): return True",
+    "threading.Thread(target=f).start()",
+    "@wraps",
+    "if f_back:",
+    '"""test_hidden',
+    "\f",
+    "pass",
+)
+
+
+def names(source: str) -> Iterator[str]:
+    """All names of a file, by a walk over its whole tree."""
+    try:
+        tree = ast.parse(source.encode())
+    except (SyntaxError, ValueError):
+        return
+    nodes = list(ast.walk(tree))
+    modules = {
+        each.asname or each.name.split(".", 1)[0]
+        for node in nodes
+        if isinstance(node, ast.Import)
+        for each in node.names
+    }
+    fine = {id(each) for node in nodes for each in module._plain_uses(node)}
+    for node in nodes:
+        yield from module._of_node(node)
+        if any(module._TEST_MODULE.fullmatch(name) for name in module._modules_named(node)):
+            yield "modules:tests"
+        if isinstance(node, ast.Attribute) and node.attr == "f_back":
+            yield "frames:f_back"
+        value = node.value if isinstance(node, ast.Constant) else None
+        if {getattr(node, "id", None), getattr(node, "attr", None), value} & module._JUDGES:
+            yield "judge:names"
+        if module._is_modules(node) and id(node) not in fine:
+            yield "modules:sys.modules"
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and module._root(node) in modules:
+            yield f"patch:{ast.unparse(node)[:60]}"
+    if any(isinstance(node, ast.Expr) and module._starts_thread(node.value) for node in tree.body):
+        yield "thread-at-import"
+
+
+def edited(source: str, rng: random.Random) -> str:
+    """The source after one to three edits, of which most leave code that can be parsed."""
+    for _ in range(rng.randrange(1, 4)):
+        for _ in range(10):
+            found = once_edited(source.split("\n"), rng)
+            if parses(found) or rng.random() < 0.02:
+                break
+        source = found
+    return source
+
+
+def parses(source: str) -> bool:
+    try:
+        ast.parse(source)
+    except (SyntaxError, ValueError):
+        return False
+    return True
+
+
+def once_edited(lines: list[str], rng: random.Random) -> str:
+    at = rng.randrange(len(lines))
+    indent = lines[at][: len(lines[at]) - len(lines[at].lstrip())]
+    line = indent + rng.choice(LINES)
+    action = rng.randrange(5)
+    if action == 0:
+        lines.insert(at, line)
+    elif action == 1:
+        lines[at] = line
+    elif action == 2:
+        lines.insert(at, lines[rng.randrange(len(lines))])
+    elif action == 3:
+        first = at + rng.randrange(20)
+        lines[at:at] = lines[first : first + rng.randrange(1, 30)]
+    else:
+        del lines[at : at + rng.choice((1, 1, 5, 30))]
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize("number", range(len(SOURCES)))
+def test_what_a_diff_adds_is_what_the_whole_trees_differ_in(number: int) -> None:
+    rng, parsed, told = random.Random(number), 0, set[str]()
+    for _ in range(400 if number == 2 else 25):
+        before = edited(SOURCES[number], rng) if rng.randrange(2) else SOURCES[number]
+        after = edited(before, rng)
+        want = Counter(names(after)) - Counter(names(before))
+        assert added(before.encode(), after.encode()) == want, (before, after)
+        parsed += want != Counter()
+        told |= want.keys()
+    assert parsed > 10 and len(told) > 3, "the edits add something"
+
+
+def test_another_encoding_changes_what_unchanged_bytes_say() -> None:
+    rest = b'\nNAME = "+AGgAaQBkAGQAZQBu-"\n'
+    assert added(b"# one" + rest, b"# coding: utf-7" + rest) == Counter({"text:path": 1}), "it says hidden now"
+
+
+def test_code_may_move_to_a_new_file(tmp_path: Path) -> None:
+    before, after = tmp_path / "before", tmp_path / "after"
+    for folder, files in (
+        (before, {"a.py": "import gc\n"}),
+        (after, {"a.py": "", "b.py": "import gc\nimport ctypes\n"}),
+    ):
+        folder.mkdir()
+        for name, text in files.items():
+            (folder / name).write_text(text)
+    assert review(after, before, ["a.py", "b.py"]) == ["review:import:ctypes"]
