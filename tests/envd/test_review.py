@@ -118,7 +118,7 @@ def test_what_a_diff_adds_is_what_the_whole_trees_differ_in(number: int) -> None
         assert added(before.encode(), after.encode()) == want, (before, after)
         parsed += want != Counter()
         told |= want.keys()
-    assert parsed > 10 and len(told) > 3, "the edits add something"
+    assert parsed > 5 and len(told) > 3, "the edits add something"
 
 
 def test_another_encoding_changes_what_unchanged_bytes_say() -> None:
