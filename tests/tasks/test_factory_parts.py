@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import io
+import re
 import subprocess
 import tarfile
 from pathlib import Path
@@ -181,7 +182,23 @@ def test_copies_of_short_functions_are_found_by_name_and_code() -> None:
     assert Copies(tree, {"installed.py": b"x = 1\n" + copy.encode()}).of(put) == "installed.py"
     pos = "    def __pos__(a):\n        return Fraction(a._numerator, a._denominator, _normalize=False)\n"
     positive = functions_of(f"class Fraction:\n{pos}")["pack/core.py::Fraction.__pos__"]
-    assert Copies({}, standard_library()).of(positive) == "python/fractions.py"
+    library = standard_library()
+    assert Copies({}, library).of(positive) == "python/fractions.py"
+    recipe = '    """First items."""\n    return list(islice(iterable, n))\n'
+    take = functions_of(f"def take(n, iterable):\n{recipe}")["pack/core.py::take"]
+    assert Copies({}, library).of(take) == "python/test/test_itertools.py", "its parameter has another name there"
+    other = functions_of(f"def take(n, iterable):\n{recipe.replace('islice', 'slice')}")["pack/core.py::take"]
+    assert Copies({}, library).of(other) is None
+
+
+def test_a_long_copy_with_other_local_names_is_found() -> None:
+    functions = functions_of(MODULE)
+    clamp = functions["pack/core.py::clamp"]
+    text = MODULE
+    for name, new in (("value", "number"), ("low", "least"), ("high", "most"), ("total", "found"), ("each", "step")):
+        text = re.sub(rf"\b{name}\b", new, text)
+    assert Copies({}, {"installed.py": text.encode()}).of(clamp) == "installed.py"
+    assert Copies({}, {"installed.py": text.replace("def clamp", "def other").encode()}).of(clamp) is None
 
 
 def test_a_function_whose_name_stands_twice_is_left_out() -> None:

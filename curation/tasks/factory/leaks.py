@@ -8,7 +8,7 @@ import re
 import sysconfig
 import tokenize
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache, cached_property
 from pathlib import Path
 
@@ -113,7 +113,9 @@ class Copies:
         if function.key not in self._found:
             wanted = _windows(function.text.encode())
             defining = self._defining.get(function.node.name.encode(), [])
-            copy = self._equal(function, defining) if len(wanted) < _LEAST else self._long(function, wanted, defining)
+            copy = self._same(function, defining, exact=len(wanted) < _LEAST)
+            if copy is None and len(wanted) >= _LEAST:
+                copy = self._long(function, wanted, defining)
             self._found[function.key] = copy
         return self._found[function.key]
 
@@ -125,7 +127,7 @@ class Copies:
                 return path
         words = {each.encode() for each in _WORD.findall(function.text)}
         for path in defining:
-            if sum(each in self._packages[path] for each in words) < MOST_CONTAINED * len(words):
+            if not _holds_most(self._packages[path], words):
                 continue  # to read all files that define __init__ takes a minute
             if path not in self._of_packages:
                 self._of_packages[path] = _windows(self._packages[path])
@@ -133,17 +135,28 @@ class Copies:
                 return path
         return None
 
-    def _equal(self, function: Function, defining: Sequence[str]) -> str | None:
-        """Path of another file with a function of the same qualified name and, but for docstrings, the same code."""
+    def _same(self, function: Function, defining: Sequence[str], *, exact: bool) -> str | None:
+        """Path of another file with a function of the same qualified name and the same code, or without `exact` most of
+        it. Docstrings and the names of parameters and other local variables don't count.
+        """
         files = [(path, self._tree[path]) for path in self._tree if path != function.source.path]
         files += [(path, self._packages[path]) for path in defining]
         *classes, name = function.qualname.encode().split(b".")
         code = _code(function)
+        wanted = _windows_of(code)
+        words = {word.encode() for each in code if each[:1] != "<" for word in _WORD.findall(each)}
         texts = [b"def %s(" % name, *(b"class " + each for each in classes)]
         for path, data in files:
-            if path.endswith(".py") and all(each in data for each in texts):
-                same = (each for each in self._functions(path, data) if each.qualname == function.qualname)
-                if any(_code(each) == code for each in same):
+            if not path.endswith(".py") or not all(each in data for each in texts):
+                continue
+            if not _holds_most(data, words):
+                continue
+            for each in self._functions(path, data):
+                if each.qualname != function.qualname:
+                    continue
+                other = _code(each)
+                common = (wanted & _windows_of(other)).total()
+                if other == code or (not exact and common > MOST_CONTAINED * wanted.total()):
                     return path
         return None
 
@@ -156,8 +169,37 @@ class Copies:
         return self._parsed[id(data)]
 
 
+def _holds_most(data: bytes, words: Collection[bytes]) -> bool:
+    """Whether as many of the words stand somewhere as in a copy."""
+    left = (1 - MOST_CONTAINED) * len(words)
+    for each in words:
+        if each not in data:
+            left -= 1
+            if left < 0:
+                return False
+    return True
+
+
 def _code(function: Function) -> list[str]:
-    return [ast.dump(each) for each in (function.node.args, *function.body)]
+    """Words of a function's syntax. Its parameters and other local names are numbered."""
+    names: dict[str, str] = {}
+    nodes = [each for part in (function.node.args, *function.body) for each in ast.walk(part)]
+    for each in nodes:
+        if isinstance(each, ast.arg):
+            names.setdefault(each.arg, str(len(names)))
+        elif isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store):
+            names.setdefault(each.id, str(len(names)))
+    said = []
+    for each in nodes:
+        fields = (value for _, value in ast.iter_fields(each) if isinstance(value, (str, bytes, int, float, complex)))
+        local = names.get(each.arg if isinstance(each, ast.arg) else each.id if isinstance(each, ast.Name) else "")
+        said += [f"<{type(each).__name__}>", *([local] if local is not None else map(str, fields))]
+    return said
+
+
+def _windows_of(words: Sequence[str]) -> Counter[int]:
+    """How often each run of _WINDOW words stands there, by hash."""
+    return Counter(hash(tuple(words[start : start + _WINDOW])) for start in range(len(words) - _WINDOW + 1))
 
 
 def _windows(data: bytes) -> Counter[int]:
@@ -169,4 +211,4 @@ def _windows(data: bytes) -> Counter[int]:
                 words.append(token.string)
     except (SyntaxError, tokenize.TokenError, UnicodeDecodeError, ValueError):
         pass  # the tokens up to here count: a fragment, or another language
-    return Counter(hash(tuple(words[start : start + _WINDOW])) for start in range(len(words) - _WINDOW + 1))
+    return _windows_of(words)
