@@ -21,8 +21,8 @@ MOST_BYTES = 64 * 1024 * 1024
 _MOST_SEEN = 65_536
 _MOST_OF_FILE = 4 * 1024 * 1024
 """Byte code of one file that is kept."""
-_MOST_MODULES, _MOST_OF_MODULES = 1000, 8 * 1024 * 1024
-"""Modules and their bytes above which a template's modules are not compiled: runs would spend their time on placing."""
+_MOST_MODULES, _MOST_OF_MODULES = 1000, 4 * 1024 * 1024
+"""Most modules of a template, and bytes of them, that are compiled: to place them takes time, memory and disk."""
 
 Compile = Callable[[Sequence[str]], Awaitable[dict[str, bytes]]]
 """Byte code of files, by path; empty for one that has none. Raises EnvdError."""
