@@ -112,7 +112,10 @@ async def _package(pin: str, options: TasksOptions, folder: Path, client: Sandbo
     for name in _AGENTS:
         agent: Agent = Searcher() if name == "search" else agent_named(name)
         played = await play_suite(some, agent, client, Verifier(client, None, runtimes=store))
-        scores[name] = sum(each.verdict.solved for each in played) / len(played)
+        solved = [each.task.task_id for each in played if each.verdict.solved]
+        scores[name] = len(solved) / len(played)
+        if name == "search" and solved:
+            row["note"] = f"found the solution of {', '.join(solved)}"[:200]
     splits = defaultdict[str, set[str]](set)
     for task in tasks:
         for place in (str(task.meta["path"]), str(task.meta["function"])):
