@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import dataclasses
 import io
 import re
 import subprocess
@@ -18,7 +19,7 @@ from contracts.store import Store, open_store
 from contracts.tasks import Split
 from curation.errors import TaskError
 from curation.tasks.factory.baseline import TestFunction
-from curation.tasks.factory.choose import Caps, Distinct
+from curation.tasks.factory.choose import Caps, Distinct, Graders
 from curation.tasks.factory.functions import Function, Lines, Source, named_once, product_sources
 from curation.tasks.factory.leaks import Copies, standard_library, without_tests
 from curation.tasks.factory.licences import UNKNOWN, check_licence, licence_of
@@ -241,6 +242,15 @@ def test_bugs_of_one_function_with_the_same_failures_are_limited() -> None:
     assert chosen.choose(bugs)[0] == []
 
 
+def test_the_file_that_notices_most_bugs_of_a_function_grades_them() -> None:
+    first, second, third = list(mutants(functions_of(MODULE)["pack/core.py::clamp"], 0))[:3]
+    graders = Graders()
+    both = {"test_make.py": 70, "test_clamp.py": 2}
+    assert graders.choose([dataclasses.replace(screened(first), files=both)])[0].file == "test_make.py"
+    found = graders.choose([dataclasses.replace(screened(second), files=both), screened(third, "test_clamp.py")])
+    assert [each.file for each in found] == ["test_clamp.py", "test_clamp.py"], "calls of clamp break test_make.py"
+
+
 def test_caps_admit_no_more_of_a_function_than_their_share() -> None:
     caps = Caps(8, functions=8, files=1)
     candidates = list(mutants(functions_of(MODULE)["pack/core.py::clamp"], 0))[:6]
@@ -382,7 +392,7 @@ def repository(tree: dict[str, bytes]) -> Repository:
 
 
 def screened(candidate: Candidate, file: str = "t.py") -> Screened:
-    return Screened(candidate, {f"{file}::test": "assert 1 == 2"}, (f"{file}::test",), file)
+    return Screened(candidate, {f"{file}::test": "assert 1 == 2"}, (f"{file}::test",), {file: 1}, file)
 
 
 def planted(name: str, line: int) -> TestFunction:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -45,6 +46,24 @@ class Caps:
 
 def _kinds(candidate: Candidate) -> tuple[tuple[str, str], ...]:
     return ("function", candidate.function), ("file", candidate.path), ("operator", candidate.operator)
+
+
+class Graders:
+    """Chooses the test file that grades a bug: that which notices the most bugs of its function, so that others, in
+    which some step of the tests merely breaks, do not decide. Of several the one with the most failing nodes.
+    """
+
+    def __init__(self) -> None:
+        self._noticed: Counter[tuple[str, str]] = Counter()
+
+    def choose(self, screened: Sequence[Screened]) -> list[Screened]:
+        """Bugs with their files. They and all of earlier calls count."""
+        self._noticed.update((each.candidate.function, file) for each in screened for file in each.files)
+        return [dataclasses.replace(each, file=self._best(each)) for each in screened]
+
+    def _best(self, screened: Screened) -> str:
+        function, files = screened.candidate.function, screened.files
+        return max(sorted(files), key=lambda file: (self._noticed[function, file], files[file]))
 
 
 class Distinct:

@@ -21,7 +21,7 @@ from contracts.suites import add_tasks
 from contracts.tasks import Split, Task, files_digest
 from curation.errors import TaskError
 from curation.tasks.factory.baseline import Baseline, check_tests, run_baseline
-from curation.tasks.factory.choose import Caps, Distinct, in_turns
+from curation.tasks.factory.choose import Caps, Distinct, Graders, in_turns
 from curation.tasks.factory.environment import Surroundings, surroundings_of
 from curation.tasks.factory.functions import Function, named_once, product_sources
 from curation.tasks.factory.guest import PROGRAM, Guest
@@ -195,6 +195,7 @@ class _Factory:
     ) -> None:
         self._config, self._baseline, self._guest, self._store, self._report = config, baseline, guest, store, report
         self._functions, self._prover = {function.key: function for function in context.functions}, prover
+        self._graders = Graders()
 
     async def run(self, candidates: Sequence[Candidate]) -> _Progress:
         """Screen and prove in stages until enough are accepted; then combinations of these, if they are wanted.
@@ -230,7 +231,7 @@ class _Factory:
             lambda done, total: self._report("screening", done, total),
         )
         progress.count(candidates, found)
-        return found
+        return dataclasses.replace(found, kept=self._graders.choose(found.kept))
 
     async def _prove(self, screened: Sequence[Screened], count: int, progress: _Progress) -> None:
         queue = in_turns(

@@ -1,6 +1,6 @@
 """Prove bugs with the verifier, and make tasks of them.
 
-One test file grades a task: that with the most failing tests. Failing tests in others are only kept from the agent.
+One test file grades a task (`choose.Graders`). Failing tests in others are only kept from the agent.
 The fixed state of every task is the repository itself, so decoys and observations are proven once for each test file on
 the unchanged repository, and narrowed to a task's tests.
 

@@ -39,8 +39,10 @@ class Screened:
     """Message of the first failing node of each failing test function, by the function's name."""
     covering: tuple[str, ...]
     """All test functions that run its lines, by name."""
-    file: str
-    """File of the tests that grade the task: of those with failing tests, the one with the most failing nodes."""
+    files: dict[str, int]
+    """Number of failing nodes by test file."""
+    file: str = ""
+    """The test file that grades the task, once it is chosen (`choose.Graders`)."""
 
 
 @dataclass(frozen=True)
@@ -167,8 +169,7 @@ def _judge(candidate: Candidate, request: dict[str, Any], result: Any, baseline:
     for node in sorted(failed):
         messages.setdefault(base_name(node), failed[node][1])
     covering = tuple(sorted({base_name(node) for node in request["tests"]}))
-    nodes = Counter(map(file_of, sorted(failed)))
-    return Screened(candidate, messages, covering, nodes.most_common(1)[0][0])
+    return Screened(candidate, messages, covering, dict(Counter(map(file_of, sorted(failed)))))
 
 
 def file_of(test: str) -> str:
