@@ -252,11 +252,18 @@ def test_the_file_that_notices_most_bugs_of_a_function_grades_them() -> None:
 
 
 def test_caps_admit_no_more_of_a_function_than_their_share() -> None:
-    caps = Caps(8, functions=8, files=1)
+    caps = Caps(8, functions=8, files=1, operators=8)
     candidates = list(mutants(functions_of(MODULE)["pack/core.py::clamp"], 0))[:6]
     admitted = [each for each in candidates if caps.admits(each) is None and caps.take(each) is None]
     assert len(admitted) == 4
     assert caps.admits(candidates[5]) == "function"
+
+
+def test_the_only_operator_of_a_strategy_has_no_cap_and_one_of_many_has() -> None:
+    candidates = [Candidate("revert", "revert_commit", f"pack/core.py::f{n}", ()) for n in range(12)]
+    for operators, wanted in ((1, 12), (20, 4)):
+        caps = Caps(12, functions=12, files=1, operators=operators)
+        assert sum(caps.admits(each) is None and caps.take(each) is None for each in candidates) == wanted
 
 
 @given(

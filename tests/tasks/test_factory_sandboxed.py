@@ -394,6 +394,6 @@ def test_killed_command_resumes_to_the_same_digest(tmp_path: Path) -> None:
 def test_proof_beyond_its_time_is_a_named_reason(tmp_path: Path, trusted: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prove, "PROOF_S", 0.01)
     source, store = package(tmp_path / "pack"), open_store(str(tmp_path / "store"))
-    with pytest.raises(TaskError, match="the proof of its test files takes longer than"):
+    with pytest.raises(TaskError, match="the proof of its test file takes longer than"):
         made(source, store, trusted, count=4, strategies=("mutate",))
     assert not list(list_artifacts(store, "task_suite"))

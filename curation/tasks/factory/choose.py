@@ -26,12 +26,12 @@ _PERMUTATIONS = 64
 class Caps:
     """Limits of accepted bugs by function, file and operator."""
 
-    def __init__(self, count: int, functions: int, files: int) -> None:
-        """count: tasks wanted. functions, files: numbers of those with candidates."""
+    def __init__(self, count: int, functions: int, files: int, operators: int) -> None:
+        """count: tasks wanted. functions, files, operators: numbers of those with candidates."""
         self._most = {
             "function": max(4, math.ceil(3 * count / max(1, functions))),
             "file": max(8, math.ceil(count * (0.6 if files > 2 else 1))),
-            "operator": max(4, math.ceil(0.2 * count)),
+            "operator": max(4, math.ceil(max(0.2, 1.5 / max(1, operators)) * count)),
         }
         self._taken: Counter[tuple[str, str]] = Counter()
 

@@ -203,7 +203,8 @@ class _Factory:
         What is accepted depends on verdicts alone, never on which of them came first.
         """
         files = len({each.source.path for each in self._functions.values()})
-        caps = Caps(self._config.count, len(self._functions), files)
+        operators = len({each.operator for each in candidates})
+        caps = Caps(self._config.count, len(self._functions), files, operators)
         progress, distinct = _Progress(caps), Distinct(self._functions)
         combinations = self._config.count // 10 if COMBINE in self._config.strategies else 0
         wanted, begun = self._config.count - combinations, 0
