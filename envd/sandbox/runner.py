@@ -48,7 +48,8 @@ _PLUGINS = (
     "unraisableexception",
     "threadexception",
 )
-_ADDRESS = re.compile(r"0x[0-9a-fA-F]{6,}")
+_ADDRESS = re.compile(r"0x[0-9a-fA-F]+(?=\.\.\.)|0x[0-9a-fA-F]{6,}|\.\.\.(0?x)?[0-9a-fA-F]+(?=>)")
+"""Addresses in representations, of which pytest may have cut the beginning or the end."""
 MAX_MESSAGE = 500
 
 

@@ -292,6 +292,10 @@ def test_messages_hold_no_addresses_and_are_short(anywhere: Harness) -> None:
     assert messages[0] == messages[1] and len(messages[0]) <= 500
     shown = anywhere.verify({"calc.py": "class R: pass\ndef add(a, b):\n    return R()\n"}).outcomes[0].message
     assert "object at 0x..." in shown
+    name = "R" * 40  # pytest cuts the address, too
+    cut = {"calc.py": f"class {name}: pass\ndef add(a, b):\n    return {name}()\n"}
+    messages = [anywhere.verify(cut).outcomes[0].message for _ in range(3)]
+    assert len(set(messages)) == 1 and "RRR" in messages[0] and "0x...>" in messages[0]
 
 
 FAILURES = """\
