@@ -175,7 +175,7 @@ def _read(path: Path) -> bytes:
 
 
 def added(before: bytes, after: bytes) -> Counter[str]:
-    """Names that a file has more of than before. Statements that stand in both, which are most, are not walked."""
+    """Names that occur more often in a file than before. Statements that both versions contain are not walked."""
     old, new = _parsed(before), _parsed(after)
     if old is None or new is None or before.split(b"\n", 2)[:2] != after.split(b"\n", 2)[:2]:  # the encoding is there
         return Counter(_names(after)) - Counter(_names(before))
@@ -201,7 +201,7 @@ def _statements(body: Sequence[ast.stmt], lines: Sequence[bytes]) -> Iterator[tu
 
 
 def _without(statements: Iterable[tuple[bytes, ast.AST]], common: Counter[bytes]) -> list[ast.AST]:
-    """Statements without those in common, which have text."""
+    """Statements whose text is not in `common`, or stands more often than there. Those without text are kept."""
     left, found = Counter(common), list[ast.AST]()
     for text, node in statements:
         if text and left[text]:

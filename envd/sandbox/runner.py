@@ -49,7 +49,7 @@ _PLUGINS = (
     "threadexception",
 )
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+(?=\.\.\.)|0x[0-9a-fA-F]{6,}|\.\.\.(0?x)?[0-9a-fA-F]+(?=>)")
-"""Addresses in representations, of which pytest may have cut the beginning or the end."""
+"""Memory addresses in a repr, which pytest may have truncated at either end."""
 MAX_MESSAGE = 500
 
 

@@ -51,7 +51,7 @@ def unwanted(
 
     @cache
     def imported() -> frozenset[str]:
-        """What hidden tests import. To read them takes as long as a short run."""
+        """Modules that the hidden tests import. Parsing the tests takes as long as a short run."""
         return frozenset().union(*(imports(content) for path, content in hidden.items() if path.endswith(".py")))
 
     here = {PurePosixPath(path).parent / PurePosixPath(path).stem for path in hidden}

@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from with_client import with_client
+from with_client import check_agents, with_client
 
 from contracts.artifacts import list_artifacts
 from contracts.store import Store, open_store
 from contracts.tasks import Split, Task
 from curation.errors import TaskError
 from curation.rewards.config import Endpoint
-from curation.tasks.agents import agent_named, play_suite
 from curation.tasks.factory import prove
 from curation.tasks.factory.baseline import run_baseline
 from curation.tasks.factory.environment import surroundings_of
@@ -31,7 +30,6 @@ from curation.tasks.factory.strategies import Context, strategy_named
 from curation.tasks.factory.strategies.asked import Model
 from curation.tasks.importing.splits import DEFAULT_SHARES
 from curation.tasks.inspect import suite_tasks
-from curation.verify import Verifier
 from envd.client import SandboxClient
 from envd.local import TRUSTED, LocalEnvd
 from tests.curation.judge_server import Reply, judge_server, said
@@ -293,18 +291,6 @@ def test_inherited_and_waiting_tests_in_several_files_give_tasks(tmp_path: Path,
         (file,) = {test.split("::")[0] for test in task.meta["fail_to_pass"] + task.meta["pass_to_pass"]}
         assert set(task.hidden_files) == {"tests/common.py", file}
     check_agents(tasks, store, trusted)
-
-
-def check_agents(tasks: list[Task], store: Store, address: str) -> None:
-    """The fix solves every task, and nothing solves none."""
-    for agent, solved in (("oracle", True), ("noop", False)):
-        played = with_client(
-            address,
-            lambda client, agent=agent: play_suite(
-                tasks, agent_named(agent), client, Verifier(client, None, runtimes=store)
-            ),
-        )
-        assert [each.verdict.solved for each in played] == [solved] * len(tasks)
 
 
 def check_task(task: Task, source: Path) -> None:

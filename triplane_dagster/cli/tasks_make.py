@@ -32,9 +32,7 @@ def make(
     seed: Annotated[int, typer.Option(min=0, help="Chooses among the edits of a function.")] = 0,
     older: Annotated[
         str | None,
-        typer.Option(
-            help="Older version, written as SOURCE, from which `revert` takes functions. Else it undoes commits."
-        ),
+        typer.Option(help="SOURCE of an older version for `revert`, which else undoes commits."),
     ] = None,
     endpoint: Annotated[
         str | None,

@@ -49,8 +49,8 @@ def _kinds(candidate: Candidate) -> tuple[tuple[str, str], ...]:
 
 
 class Graders:
-    """Chooses the test file that grades a bug: that which notices the most bugs of its function, so that others, in
-    which some step of the tests merely breaks, do not decide. Of several the one with the most failing nodes.
+    """Chooses the test file that grades a bug: the one that fails for the most bugs of the same function, then the one
+    with the most failing nodes. A file that only calls the function in passing fails for few of them.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class Graders:
 
 
 class Distinct:
-    """Chooses bugs without duplicates among themselves and those chosen before."""
+    """Drops bugs that are duplicates of each other, or of a bug chosen before."""
 
     def __init__(self, functions: Mapping[str, Function]) -> None:
         """functions: by key."""

@@ -41,7 +41,7 @@ _LOOK_S = 0.25
 MOST_DEATHS = 25
 """Tests that may kill their process before a run is given up."""
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+(?=\.\.\.)|0x[0-9a-fA-F]{6,}|\.\.\.(0?x)?[0-9a-fA-F]+(?=>)")
-"""Addresses in representations, of which pytest may have cut the beginning or the end."""
+"""Memory addresses in a repr, which pytest may have truncated at either end."""
 _MESSAGE = 400
 _MEMORY = 384 << 20
 """Bytes that a fork may allocate beyond its parent's, so that a runaway candidate does not end the sandbox."""

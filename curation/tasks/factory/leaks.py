@@ -136,8 +136,8 @@ class Copies:
         return None
 
     def _same(self, function: Function, defining: Sequence[str], *, exact: bool) -> str | None:
-        """Path of another file with a function of the same qualified name and the same code, or without `exact` most of
-        it. Docstrings and the names of parameters and other local variables don't count.
+        """Path of another file that has a function of the same qualified name with the same code; without `exact`, with
+        most of the code. Docstrings and the names of parameters and other local variables don't count.
         """
         files = [(path, self._tree[path]) for path in self._tree if path != function.source.path]
         files += [(path, self._packages[path]) for path in defining]
@@ -170,7 +170,7 @@ class Copies:
 
 
 def _holds_most(data: bytes, words: Collection[bytes]) -> bool:
-    """Whether as many of the words stand somewhere as in a copy."""
+    """Whether a file contains the share of the words that a copy would."""
     left = (1 - MOST_CONTAINED) * len(words)
     for each in words:
         if each not in data:
@@ -181,7 +181,7 @@ def _holds_most(data: bytes, words: Collection[bytes]) -> bool:
 
 
 def _code(function: Function) -> list[str]:
-    """Words of a function's syntax. Its parameters and other local names are numbered."""
+    """Node types and values of a function's syntax tree, with numbers in place of its local names."""
     names: dict[str, str] = {}
     nodes = [each for part in (function.node.args, *function.body) for each in ast.walk(part)]
     for each in nodes:

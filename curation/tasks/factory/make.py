@@ -48,7 +48,7 @@ COMBINE = "combine"
 _SPARE = 3.0
 """Candidates of each strategy for each task wanted: the most that are screened."""
 _HOPED = 0.7
-"""Share of the first candidates that become tasks, if all goes well."""
+"""Expected share of candidates that become tasks, by which the first stage is sized."""
 _AT_ONCE = 32
 """Bugs proved at once."""
 Report = Callable[[str, int, int], None]

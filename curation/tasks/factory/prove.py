@@ -38,7 +38,7 @@ from envd.client import SandboxClient, VerifyResult
 
 _FLIPS = "repetitions disagree"
 MOST_KEPT = 20
-"""Nodes of the tests that must still pass which a task names."""
+"""Most nodes of a task's tests that must still pass."""
 VERIFY_TIMEOUT_S = 60.0
 """Deadline of a proof's runs. Longer than the verifier's own, so that a busy machine changes no verdict and no check: a
 check whose run does not end proves nothing.
@@ -46,7 +46,7 @@ check whose run does not end proves nothing.
 _ENOUGH = 2
 """Decoys of a test whose assertions are all observed."""
 PROOF_S = 600.0
-"""Longest proof of the checks of a test file, and longest proof of a bug beside it, in seconds."""
+"""Time limit of the proof of a test file's checks, and of the proof of a bug, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -131,16 +131,19 @@ class Prover:
         same files already, in the proof of the checks.
         """
         checks = task.checks or Checks(None, (), ())
+        observed, results = checks.observed, list[VerifyResult]()
         watched = tuple(test for test in base_names(task.tests) if test in checks.fully_observed)
         plain = tuple(test for test in task.tests if base_name(test) not in watched)
-        asked = [(task.hidden_files, plain)] if plain else []
-        if checks.observed is not None and watched:
-            asked.append((task.hidden_files | checks.observed.files, watched))
-        results = [await self._ended(task, hidden, tests) for hidden, tests in asked]
+        wrong = False
+        if plain:
+            results.append(await self._ended(task, task.hidden_files, plain))
+            wrong = not passed(plain, results[-1])
+        if observed is not None and watched:
+            results.append(await self._ended(task, task.hidden_files | observed.files, watched))
+            wrong = wrong or bool(contradictions(observed, results[-1]))
         if any(result.exit != "completed" for result in results):
             return "its tests do not run to their end after the fix"
-        wrong = plain and not passed(plain, results[0])
-        if wrong or (checks.observed is not None and watched and contradictions(checks.observed, results[-1])):
+        if wrong:
             return "a test does not pass after the fix"
         # what the fix itself does is no tampering, as for imported tasks
         known = {*checks.known, *(name for result in results for name in result.tampering)}

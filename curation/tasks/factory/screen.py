@@ -22,7 +22,7 @@ MOST_TESTS = 250
 CHUNK = 120
 """Most candidates screened in one sandbox, and lost if it is killed."""
 _AT_LEAST = 4
-"""Sandboxes among which candidates are shared out."""
+"""Least number of sandboxes that a screen uses, if it has as many candidates."""
 _SCREEN_S = 3000.0
 """Deadline of a chunk, in seconds; envd allows 3600."""
 _WALL_S, _CPU_S = 90.0, 4.0

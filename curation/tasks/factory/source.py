@@ -70,7 +70,7 @@ def read_repository(
 
 
 def head_of(repository: Repository) -> str:
-    """Id of the commit that a repository's files are of; empty without a git repository."""
+    """Id of the commit from which a repository's files were read; empty without a git repository."""
     if repository.clone is None:
         return ""
     return run_git(["rev-parse", "HEAD"], repository.clone).stdout.decode().strip()

@@ -59,7 +59,7 @@ def _commits(context: Context, clone: Path) -> Iterator[Candidate]:
 
 
 def _undone(context: Context, clone: Path, commit: str, parent: str) -> Candidate | str:
-    """The bug that undoing a commit makes of HEAD, or why there is none."""
+    """Candidate that undoes a commit at HEAD, or the reason why there is none."""
     options = ["--no-renames", "--no-ext-diff", "--no-textconv", "--no-color"]
     literal = {"GIT_LITERAL_PATHSPECS": "1"}
     names = run_git(["diff", *options, "--name-only", "-z", parent, commit], clone).stdout.split(b"\0")[:-1]
@@ -94,7 +94,7 @@ def _syntax(data: bytes) -> str:
 
 
 def _edits(path: str, before: bytes, after: bytes) -> Iterator[Edit]:
-    """Edits of whole lines that change one content into the other."""
+    """Edits of whole lines that turn `before` into `after`."""
     old, new = before.splitlines(keepends=True), after.splitlines(keepends=True)
     starts = [0]
     for line in old:
