@@ -16,6 +16,7 @@ PARTS: Mapping[str, tuple[str, str]] = {
     "quantizers": ("kernels_rows", "quantizers"),
     "permutation": ("kernels_rows", "permutation"),
     "activation": ("kernels_rows", "activation"),
+    "norms": ("kernels_rows", "norms"),
     "router": ("kernels_rows", "router"),
     "dense product": ("kernels_products", "dense"),
     "grouped deepseek": ("kernels_products", "grouped_deepseek"),

@@ -1,4 +1,4 @@
-"""Cases bound by memory: quantizers, token permutation, SwiGLU, the router.
+"""Cases bound by memory: quantizers, token permutation, SwiGLU, norms, the router.
 
 A rate is the number of bytes to move, divided by time.
 """
@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
+from triplane_kernels.norm import rms_norm
 from triplane_kernels.permute import Permuted, permute, unpermute
 from triplane_kernels.quantize import (
     dequantize_activations,
@@ -29,6 +30,7 @@ QUANTIZED = 0.04
 """Accepted error; FP8 blocks of normal data have 2.6%."""
 ROUNDED = 0.01
 QUANTIZERS, PERMUTE = "quantizers_tb_per_s", "permute_tb_per_s"
+EPS = 1e-6
 SAMPLE = 256
 """Number of compared rows."""
 
@@ -141,6 +143,43 @@ def activation(sizes: Sizes, device: torch.device) -> Iterator[Case]:
         lambda: relative_error(swiglu_backward(gradient, gate_up)[:SAMPLE], wanted_gradient()),
         ROUNDED,
     )
+
+
+def norms(sizes: Sizes, device: torch.device) -> Iterator[Case]:
+    """The norm of hidden states, forward and backward."""
+    x = normal(sizes.tokens, sizes.hidden, device=device).requires_grad_()
+    gradient = normal(sizes.tokens, sizes.hidden, device=device)
+    weight = torch.ones(sizes.hidden, device=device, requires_grad=True)
+    shape = f"{sizes.tokens}x{sizes.hidden} bfloat16"
+    out = rms_norm(x, weight, EPS)
+
+    def by_torch(rows: Tensor) -> Tensor:
+        return torch.nn.functional.rms_norm(rows.float(), rows.shape[-1:], weight, EPS)
+
+    def backward() -> Tensor:
+        found: Tensor = torch.autograd.grad(out, x, gradient, retain_graph=True)[0]
+        return found
+
+    def wrong_backward() -> float:
+        return relative_error(backward()[:SAMPLE], wanted())
+
+    def wanted() -> Tensor:
+        sample = x.detach()[:SAMPLE].float().requires_grad_()
+        found: Tensor = torch.autograd.grad(by_torch(sample), sample, gradient[:SAMPLE].float())[0]
+        return found
+
+    yield Case(
+        "norm",
+        shape,
+        lambda: rms_norm(x, weight, EPS),
+        size_of(x, gradient),
+        "TB/s",
+        lambda: relative_error(out[:SAMPLE], by_torch(x[:SAMPLE])),
+        ROUNDED,
+        peers={"torch with casts": lambda: lambda: by_torch(x).to(x.dtype)},
+    )
+    moved = size_of(x, gradient, gradient)
+    yield Case("norm backward", shape, backward, moved, "TB/s", wrong_backward, ROUNDED)
 
 
 def router(sizes: Sizes, device: torch.device) -> Iterator[Case]:

@@ -5,6 +5,7 @@ In: tensors. Out: tensors. May import torch only; Triton and a GPU are found at 
     blockwise, quantize   FP8 in 128x128 and 1x128 blocks, MXFP8; `rounding` is the cast itself
     gemm, grouped_gemm    block-scaled products, alone and by experts: forward, dgrad, wgrad
     permute, router       tokens to their experts and back
+    norm                  root mean square norm and rotary position embedding, fused
     swiglu                the experts' activation, fused with its quantization
     loss_head             log-probability and entropy without [tokens, vocabulary]
     moe                   the differentiable expert layer made of these; `moe_weights` its codes, `moe_module` the torch

@@ -16,6 +16,7 @@ from torch import Tensor
 from triplane_kernels.gemm import gemm
 from triplane_kernels.grouped_gemm import grouped_gemm, grouped_gemm_dgrad, grouped_gemm_wgrad
 from triplane_kernels.loss_head import loss_head
+from triplane_kernels.norm import rms_norm
 from triplane_kernels.permute import permute, unpermute
 from triplane_kernels.quantize import (
     dequantize_weights_into,
@@ -155,6 +156,20 @@ def _swiglu(rows: int = 4096, width: int = 768) -> None:
     swiglu_backward_quantized(gradient, gate_up)
 
 
+@case("norm and rotation")
+def _norm(rows: int = 4096, columns: int = 128, heads: int = 4) -> None:
+    angles = _empty(rows, 1, columns, dtype=FLOAT)
+    leaves = _empty(rows, heads, columns).requires_grad_(), _empty(columns, dtype=FLOAT).requires_grad_()
+    rotary = None if columns % 2 else (angles, angles)
+    rms_norm(*leaves, 1e-6, rotary).sum().backward()  # type: ignore[no-untyped-call]
+
+
+@case("norm of hidden states")
+def _norm_of_hidden() -> None:
+    leaves = _empty(4096, 2048).requires_grad_(), _empty(2048, dtype=FLOAT).requires_grad_()
+    rms_norm(*leaves, 1e-6).sum().backward()  # type: ignore[no-untyped-call]
+
+
 @case("loss head")
 def _loss_head(allowed: Tensor | None = None, tokens: int = 1024, vocabulary: int = 2048, width: int = 512) -> None:
     leaves = _empty(tokens, width).requires_grad_(), _empty(vocabulary, width).requires_grad_()
@@ -207,4 +222,5 @@ def _small(rows: int, columns: int, depth: int, groups: int, experts: int) -> No
     unpermute(permuted.rows, permuted, _empty(rows, 1, dtype=FLOAT).requires_grad_()).sum().backward()  # type: ignore[no-untyped-call]
     route(_empty(rows, experts).requires_grad_(), 1)[0].sum().backward()  # type: ignore[no-untyped-call]
     _swiglu(rows, columns)
+    _norm(rows, columns, heads=1)
     _loss_head(torch.ones(rows, columns, dtype=torch.bool), rows, columns, depth)

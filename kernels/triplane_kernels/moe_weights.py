@@ -93,7 +93,7 @@ class ExpertWeights:
     def full(cls, gate: Tensor, up: Tensor, down: Tensor, dtype: torch.dtype) -> ExpertWeights:
         """Weights that are only rounded to `dtype`, for an unquantized layer."""
         _check_shapes(gate, up, down)
-        gate_up = torch.cat([gate.detach(), up.detach()], dim=1).to(dtype)
+        gate_up = torch.cat([gate.detach().to(dtype), up.detach().to(dtype)], dim=1)
         return cls(gate, up, down, gate_up, None, None, down.detach().to(dtype).contiguous(), None, None)
 
     @property

@@ -13,6 +13,7 @@ from triplane_kernels import tuning
 from triplane_kernels.gemm import gemm
 from triplane_kernels.grouped_gemm import grouped_gemm, grouped_gemm_dgrad, grouped_gemm_wgrad
 from triplane_kernels.loss_head import loss_head
+from triplane_kernels.norm import rms_norm
 from triplane_kernels.permute import permute, unpermute
 from triplane_kernels.quantize import (
     dequantize_weights_into,
@@ -122,6 +123,20 @@ def activation(device: torch.device) -> object:
         swiglu_quantized(gate_up),
         swiglu_backward_quantized(gradient, gate_up),
     )
+
+
+@case
+def norms(device: torch.device) -> object:
+    weight = (1 + 0.1 * drawn(device, DEPTH, seed=1)).requires_grad_()
+    x, angles = (
+        drawn(device, ROWS, DEPTH).requires_grad_(),
+        drawn(device, ROWS // 4, 1, DEPTH, seed=2, dtype=torch.float32),
+    )
+    found = [
+        rms_norm(x, weight, 1e-6),
+        rms_norm(x.view(ROWS // 4, 4, DEPTH), weight, 1e-6, (angles.cos(), angles.sin())),
+    ]
+    return found, [torch.autograd.grad(each.float().square().sum(), (x, weight)) for each in found]
 
 
 @case

@@ -1,0 +1,189 @@
+"""Norm and rotation in Triton: each row is read once, and its float32 values stay in registers."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from triplane_kernels.machine import machine
+from triplane_kernels.narrow_triton import narrow
+from triplane_kernels.rounding_triton import to_float32
+from triplane_kernels.tuning import Config, Results, lookup
+
+SMALL: Config = {"VALUES": 1024, "num_warps": 4, "num_stages": 1}
+CANDIDATES: list[Config] = [
+    {"VALUES": values, "num_warps": warps, "num_stages": 1}
+    for values, warps in ((2048, 4), (4096, 8), (4096, 4), (8192, 8), (8192, 4))
+]
+"""VALUES: those that a program holds at a time, at least one row."""
+PROGRAMS = 8
+"""Programs of the backward pass for each multiprocessor: each sums the weight's gradient over its rows."""
+
+
+@triton.jit
+def _inverse(values: tl.tensor, columns: tl.tensor, eps: tl.tensor) -> tl.tensor:
+    return tl.rsqrt(tl.sum(values * values, axis=1) / columns + eps)[:, None]
+
+
+@triton.jit
+def _forward_kernel(
+    x: tl.tensor,
+    weight: tl.tensor,
+    cosine: tl.tensor,
+    sine: tl.tensor,
+    out: tl.tensor,
+    rows: tl.tensor,
+    heads: tl.tensor,
+    columns: tl.tensor,
+    eps: tl.tensor,
+    NORM: tl.constexpr,
+    ROTATE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = tl.arange(0, BLOCK_N)
+    inside = (row[:, None] < rows) & (column[None, :] < columns)
+    at = row[:, None] * columns + column[None, :]
+    values = to_float32(tl.load(x + at, mask=inside, other=0.0))
+    if NORM:
+        inverse = _inverse(values, columns, eps)
+        values = values * inverse * to_float32(tl.load(weight + column, mask=column < columns, other=0.0))[None, :]
+    if ROTATE:
+        half = columns // 2
+        partner = tl.where(column < half, column + half, column - half)
+        other = to_float32(tl.load(x + row[:, None] * columns + partner[None, :], mask=inside, other=0.0))
+        if NORM:
+            of_partner = to_float32(tl.load(weight + partner, mask=column < columns, other=0.0))
+            other = other * inverse * of_partner[None, :]
+            values = to_float32(narrow(values, x.dtype.element_ty))
+            other = to_float32(narrow(other, x.dtype.element_ty))
+        angle = (row // heads)[:, None] * columns + column[None, :]
+        turned = tl.where(column[None, :] < half, -other, other)
+        values = values * tl.load(cosine + angle, mask=inside, other=0.0)
+        values += turned * tl.load(sine + angle, mask=inside, other=0.0)
+    tl.store(out + at, narrow(values, out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _backward_kernel(
+    gradient: tl.tensor,
+    x: tl.tensor,
+    weight: tl.tensor,
+    cosine: tl.tensor,
+    sine: tl.tensor,
+    out: tl.tensor,
+    of_weight: tl.tensor,
+    rows: tl.tensor,
+    heads: tl.tensor,
+    columns: tl.tensor,
+    eps: tl.tensor,
+    NORM: tl.constexpr,
+    ROTATE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+) -> None:
+    """of_weight: float32 [programs, columns], the part of each program."""
+    column = tl.arange(0, BLOCK_N)
+    half = columns // 2
+    partner = tl.where(column < half, column + half, column - half)
+    total = tl.zeros((BLOCK_N,), tl.float32)
+    for first in range(tl.program_id(0) * BLOCK_M, rows, tl.num_programs(0) * BLOCK_M):
+        row = (first + tl.arange(0, BLOCK_M)).to(tl.int64)
+        inside = (row[:, None] < rows) & (column[None, :] < columns)
+        at = row[:, None] * columns + column[None, :]
+        slope = to_float32(tl.load(gradient + at, mask=inside, other=0.0))
+        if ROTATE:
+            token = (row // heads)[:, None] * columns
+            other = to_float32(tl.load(gradient + row[:, None] * columns + partner[None, :], mask=inside, other=0.0))
+            other *= tl.load(sine + token + partner[None, :], mask=inside, other=0.0)
+            slope = slope * tl.load(cosine + token + column[None, :], mask=inside, other=0.0)
+            slope += tl.where(column[None, :] < half, other, -other)
+        if NORM:
+            values = to_float32(tl.load(x + at, mask=inside, other=0.0))
+            inverse = _inverse(values, columns, eps)
+            values *= inverse
+            total += tl.sum(slope * values, axis=0)
+            slope *= to_float32(tl.load(weight + column, mask=column < columns, other=0.0))[None, :]
+            slope = inverse * (slope - values * (tl.sum(slope * values, axis=1) / columns)[:, None])
+        tl.store(out + at, narrow(slope, out.dtype.element_ty), mask=inside)
+    if NORM:
+        tl.store(of_weight + tl.program_id(0) * columns + column, total, mask=column < columns)
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, cosine: Tensor | None, sine: Tensor | None, eps: float) -> Tensor:
+    """As `norm_reference.rms_norm`."""
+    rows, columns, heads = _sizes(x)
+    out = torch.empty_like(x)
+
+    def run(config: Config) -> Tensor:
+        tile = _tile(config, columns)
+        _forward_kernel[(triton.cdiv(rows, tile["BLOCK_M"]),)](
+            x,
+            x if weight is None else weight,
+            *_angles(x, cosine, sine),
+            out,
+            rows,
+            heads,
+            columns,
+            eps,
+            NORM=weight is not None,
+            ROTATE=cosine is not None,
+            **tile,
+        )
+        return out
+
+    if out.numel():
+        run(lookup("rms_norm", (rows, columns), CANDIDATES, run, small=SMALL))
+    return out
+
+
+def rms_norm_backward(
+    gradient: Tensor, x: Tensor, weight: Tensor | None, cosine: Tensor | None, sine: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """As `norm_reference.rms_norm_backward`."""
+    rows, columns, heads = _sizes(x)
+    out = torch.empty_like(x)
+    of_weight = x.new_zeros(PROGRAMS * machine().multiprocessors, 0 if weight is None else columns, dtype=torch.float32)
+
+    def run(config: Config) -> Results:
+        tile = _tile(config, columns)
+        _backward_kernel[(min(triton.cdiv(rows, tile["BLOCK_M"]), len(of_weight)),)](
+            gradient,
+            x,
+            x if weight is None else weight,
+            *_angles(x, cosine, sine),
+            out,
+            of_weight,
+            rows,
+            heads,
+            columns,
+            eps,
+            NORM=weight is not None,
+            ROTATE=cosine is not None,
+            **tile,
+        )
+        return (out,)
+
+    if out.numel():
+        run(lookup("rms_norm_backward", (rows, columns), CANDIDATES, run, small=SMALL))
+    return out, of_weight.sum(0)
+
+
+def _sizes(x: Tensor) -> tuple[int, int, int]:
+    """Rows, columns, and rows of a token."""
+    columns = x.shape[-1]
+    return x.numel() // columns, columns, x.shape[1] if x.dim() == 3 else 1
+
+
+def _angles(x: Tensor, cosine: Tensor | None, sine: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Contiguous cosine and sine, or a stand-in that is not read."""
+    return (x, x) if cosine is None or sine is None else (cosine.contiguous(), sine.contiguous())
+
+
+def _tile(config: Config, columns: int) -> Config:
+    across = triton.next_power_of_2(columns)
+    tile = {key: value for key, value in config.items() if key != "VALUES"}
+    return tile | {"BLOCK_M": max(1, config["VALUES"] // across), "BLOCK_N": across}
