@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from triplane_kernels.norm import rms_norm
 
 from contracts.architectures import Architecture, inverse_frequencies
 from trainer.head import SupportSets, scores_over_supports
@@ -138,12 +139,12 @@ def score(
     embedding = leaves["model.embed_tokens.weight"]
     recipe = recipe_of(config)
     hidden = recipe.narrow(F.embedding(batch.token_ids, embedding))
-    cosine, sine = _rotary(batch.lengths, config, hidden.device)
+    rotary = _rotary(batch.lengths, config, hidden.device)
     run = run or functools.partial(decoder_layer, leaves, config)
     routed = []
     rerouted = torch.zeros(len(hidden), dtype=torch.bool, device=hidden.device)
     for index in range(config["num_hidden_layers"]):
-        hidden, logits, router, experts, differs = run(index, hidden, batch, (cosine, sine))
+        hidden, logits, router, experts, differs = run(index, hidden, batch, rotary)
         if logits is None or router is None or experts is None:
             continue
         rerouted[_places(config, index, batch)] |= differs
@@ -170,7 +171,7 @@ def decoder_layer(
     places, recipe = _places(config, index, batch), recipe_of(config)
     weights = _Layer(leaves, f"model.layers.{index}.")
     rows = None if isinstance(places, slice) else places
-    hidden = _attention(recipe, weights, config, hidden, batch.lengths, *rotary, rows)
+    hidden = _attention(recipe, weights, config, hidden, batch.lengths, rotary, rows)
     if "mlp.gate" not in weights:
         return _mlp(recipe, weights, config, hidden), None, None, None, False
     recorded = None if batch.routed is None else batch.routed[places, index]
@@ -196,7 +197,7 @@ class _Layer:
         return f"{self._prefix}{name}.weight" in self._leaves
 
 
-def _rotary(lengths: list[int], config: Mapping[str, Any], device: torch.device) -> tuple[Tensor, Tensor]:
+def _rotary(lengths: list[int], config: Mapping[str, Any], device: torch.device) -> Rotary:
     """Cosine and sine [tokens, 1, head_dim] of the rotary position embedding (arXiv:2104.09864), halves layout.
 
     Computed on the CPU for every device: all then rotate by the same numbers.
@@ -209,12 +210,20 @@ def _rotary(lengths: list[int], config: Mapping[str, Any], device: torch.device)
 
 
 def _norm(recipe: Recipe, hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
+    if hidden.is_cuda:
+        return rms_norm(hidden, weight, eps)
     return recipe.narrow(F.rms_norm(recipe.wide(hidden), hidden.shape[-1:], recipe.wide(weight), eps))
 
 
-def _rotate(states: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    first, second = states.chunk(2, dim=-1)
-    return states * cosine + torch.cat([-second, first], dim=-1) * sine
+def _rotate(recipe: Recipe, states: Tensor, weight: Tensor | None, eps: float, rotary: Rotary) -> Tensor:
+    """Heads [tokens, heads, head_dim], normalized if there is a weight, then rotated; in one kernel on a GPU."""
+    if states.is_cuda:
+        return rms_norm(states, weight, eps, rotary)
+    if weight is not None:
+        states = _norm(recipe, states, weight, eps)
+    wide, (cosine, sine) = recipe.wide(states), rotary
+    first, second = wide.chunk(2, dim=-1)
+    return recipe.narrow(wide * cosine + torch.cat([-second, first], dim=-1) * sine)
 
 
 def _attention(
@@ -223,8 +232,7 @@ def _attention(
     config: Mapping[str, Any],
     hidden: Tensor,
     lengths: list[int],
-    cosine: Tensor,
-    sine: Tensor,
+    rotary: Rotary,
     rows: Tensor | None,
 ) -> Tensor:
     """Residual attention over flat hidden states [tokens, hidden]; returns only `rows` of the result, if given."""
@@ -233,10 +241,9 @@ def _attention(
     query = recipe.linear(normed, weights["self_attn.q_proj"]).view(len(hidden), -1, head)
     key = recipe.linear(normed, weights["self_attn.k_proj"]).view(len(hidden), -1, head)
     value = recipe.linear(normed, weights["self_attn.v_proj"]).view(len(hidden), -1, head)
-    if "self_attn.q_norm" in weights:
-        query = _norm(recipe, query, weights["self_attn.q_norm"], eps)
-        key = _norm(recipe, key, weights["self_attn.k_norm"], eps)
-    query, key = (recipe.narrow(_rotate(recipe.wide(each), cosine, sine)) for each in (query, key))
+    normed_heads = "self_attn.q_norm" in weights
+    query = _rotate(recipe, query, weights["self_attn.q_norm"] if normed_heads else None, eps, rotary)
+    key = _rotate(recipe, key, weights["self_attn.k_norm"] if normed_heads else None, eps, rotary)
     queries, keys, values = (torch.split(each.transpose(0, 1)[None], lengths, dim=2) for each in (query, key, value))
     parts = [recipe.attend(q, k, v) for q, k, v in zip(queries, keys, values, strict=True)]
     mixed = torch.cat(parts, dim=2)[0].transpose(0, 1).flatten(1)

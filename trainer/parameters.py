@@ -154,8 +154,7 @@ class Parameters:
             torch.stack([torch.linalg.vector_norm(buffer.gradient) for buffer in self.buffers])
         )
         factor = (limit / (norm + 1e-6)).clamp(max=1.0)
-        for buffer in self.buffers:
-            buffer.gradient.mul_(factor)
+        torch._foreach_mul_([buffer.gradient for buffer in self.buffers], factor)
         return norm
 
 

@@ -17,13 +17,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 from triplane_kernels.gemm import gemm
 from triplane_kernels.loss_head import loss_head
 from triplane_kernels.moe import Recipe as Products
-from triplane_kernels.moe import expert_mlp
 from triplane_kernels.moe_weights import ExpertWeights
-from triplane_kernels.permute import permute, unpermute
 from triplane_kernels.quantize import quantize_activations, quantize_weights_both
 
 from contracts.precision import Forward
 from trainer.recipes.base import Experts, Recipe
+from trainer.recipes.mixture import kernel_mixture
 
 
 class Fp8BlockRecipe(Recipe):
@@ -43,9 +42,7 @@ class Fp8BlockRecipe(Recipe):
 
     def mixture(self, rows: Tensor, shares: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
         """See Recipe.mixture."""
-        permuted = permute(rows, chosen, len(experts.gate))
-        out = expert_mlp(permuted.rows, self.weights(experts), permuted.offsets, self._products)
-        return unpermute(out, permuted, shares.float())
+        return kernel_mixture(rows, shares, chosen, self.weights(experts), self._products)
 
     def head(
         self, rows: Tensor, weight: Tensor, targets: Tensor, temperature: float, allowed: Tensor | None = None
