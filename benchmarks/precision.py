@@ -2,20 +2,22 @@
 
 for each recipe: the same masters -> warm-up steps -> timed steps of (forward, backward, AdamW, requantize) -> losses
 
-Sequences are drawn from a fixed random process, so that there is something to learn. Parity compares the mean losses of
-the last tenth of the steps. Trainings that differ by rounding alone drift apart, too; therefore each recipe trains from
-the same masters, and again from masters changed by as much as bfloat16 rounds them. The spread of bf16's losses is what
-a gap must be compared with.
+Sequences are drawn from the Python sources of the installed torch, two bytes a token. Parity compares the mean losses
+of the last tenth of the steps, on equal sequences. Trainings that differ by rounding alone drift apart, too; therefore
+each recipe trains from the same masters, and again from masters changed by as much as bfloat16 rounds them. The spread
+of bf16's losses is what a gap must be compared with.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Mapping
+from pathlib import Path
 from statistics import mean, median
 from typing import Any, Literal
 
@@ -33,8 +35,6 @@ from trainer.precision import with_precision
 from trainer.schedule import Schedule, rate_factor
 
 GIB = 2**30
-FACTOR, SHIFT, FEW = 31, 7, 1024
-"""A token x is followed by (x * FACTOR + SHIFT) modulo FEW, or modulo the vocabulary if that is smaller."""
 SETTINGS: Mapping[str, dict[str, Any]] = {
     "bf16": {"kind": "bf16"},
     "fp8-block": {"kind": "fp8-block", "activations": "bfloat16", "router_dtype": "bfloat16"},
@@ -67,9 +67,11 @@ class PrecisionOptions(Options):
     vocabulary: int = Field(151_936, ge=8)
     """Entries of the vocabulary."""
     sequences: int = Field(4, ge=1)
-    """Sequences of a step."""
+    """Sequences of a forward pass."""
     length: int = Field(4096, ge=8)
     """Tokens of a sequence."""
+    accumulate: int = Field(1, ge=1)
+    """Forward and backward passes of a step."""
     learning_rate: float = Field(3e-4, gt=0)
     """Of AdamW, after a linear warm-up over the first tenth of the steps."""
     schedule: Schedule = "cosine"
@@ -111,7 +113,7 @@ def run(options: PrecisionOptions) -> Result:
         metrics[f"{prefix}_mfu_percent"] = middle(name, "MFU %")
         metrics[f"{prefix}_peak_gib"] = middle(name, "peak GiB")
     where = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
-    size = f"{options.sequences} x {options.length} tokens a step, {options.steps} steps"
+    size = f"{options.accumulate} x {options.sequences} x {options.length} tokens a step, {options.steps} steps"
     note = f"{where}; {size}; losses are compared over the last tenth"
     return Result(metrics, rows, [note], judged=options.device == "cuda")
 
@@ -140,19 +142,24 @@ def train(name: str, options: PrecisionOptions, repeat: int) -> dict[str, Any]:
             _wait(options)
             began = time.perf_counter()
         parameters.clear_gradients()
-        loss = -score(parameters.leaves, config, _batch(options, step)).logprobs.mean()
-        loss.backward()  # type: ignore[no-untyped-call]
+        parts = []
+        for part in range(options.accumulate):
+            batch = _batch(options, step * options.accumulate + part)
+            loss = -score(parameters.leaves, config, batch).logprobs.mean() / options.accumulate
+            loss.backward()  # type: ignore[no-untyped-call]
+            parts.append(loss.detach())
         parameters.clip_gradients(1.0)
         factor = rate_factor(options.schedule, step, options.steps // 10, options.steps, 0.1)
         optimizer.step(options.learning_rate * factor)
         parameters.requantize()
-        losses.append(loss.detach())
+        losses.append(torch.stack(parts).sum())
         if (step + 1) % max(1, options.steps // 10) == 0:
             print(
                 f"{name}: step {step + 1} of {options.steps}, loss {float(losses[-1]):.4f}", file=sys.stderr, flush=True
             )
     _wait(options)
-    speed = options.sequences * options.length * (options.steps - warm) / (time.perf_counter() - began)
+    tokens = options.accumulate * options.sequences * options.length * (options.steps - warm)
+    speed = tokens / (time.perf_counter() - began)
     found = [float(loss) for loss in losses]
     tail = max(1, options.steps // 10)
     cuda = options.device == "cuda"
@@ -191,24 +198,19 @@ def _flops(options: PrecisionOptions) -> float:
     return 6.0 * weights + options.layers * 6.0 * options.length * options.heads * 128
 
 
-def _batch(options: PrecisionOptions, step: int) -> Batch:
-    """Sequences; each token follows from the one before (see FACTOR) with probability 0.9, and else is drawn."""
-    count, length = options.sequences, options.length
-    random = torch.Generator().manual_seed(step)
-    free = torch.randint(options.vocabulary, (count, length), generator=random)
-    follows = torch.rand(count, length, generator=random) < 0.9
-    follows[:, 0] = False
-    places = torch.arange(length).expand(count, length)
-    drawn = torch.where(follows, 0, places).cummax(1).values
-    steps = places - drawn
-    # after k steps of the chain, x has become x * factor[k] + shift[k]
-    size = min(options.vocabulary, FEW)
-    factor, shift = [1], [0]
-    for _ in range(int(steps.max())):
-        factor.append(factor[-1] * FACTOR % size)
-        shift.append((shift[-1] * FACTOR + SHIFT) % size)
-    chained = (free.gather(1, drawn) * torch.tensor(factor)[steps] + torch.tensor(shift)[steps]) % size
-    flat = torch.where(follows, chained, free).flatten().to(options.device)
+@functools.cache
+def _text() -> Tensor:
+    """int64 [tokens]: the Python sources of the installed torch, two bytes a token."""
+    sources = sorted(Path(torch.__file__).parent.rglob("*.py"))
+    content = b"".join(source.read_bytes() for source in sources)
+    return torch.frombuffer(bytearray(content[: len(content) // 2 * 2]), dtype=torch.uint16).long()
+
+
+def _batch(options: PrecisionOptions, number: int) -> Batch:
+    """Sequences that start at drawn places of the text."""
+    count, length, text = options.sequences, options.length, _text()
+    starts = torch.randint(len(text) - length, (count, 1), generator=torch.Generator().manual_seed(number))
+    flat = (text[starts + torch.arange(length)] % options.vocabulary).flatten().to(options.device)
     rows = torch.cat([torch.arange(length - 1) + length * index for index in range(count)]).to(options.device)
     return Batch(flat, rows, flat[rows + 1], rows // length, [length] * count)
 
