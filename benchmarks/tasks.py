@@ -35,6 +35,7 @@ PACKAGES = (
     "attrs==26.1.0,boltons==26.2.0,cachetools==8.0.1,click==8.5.1,humanize==4.17.0,itsdangerous==2.2.0,jinja2==3.1.6,"
     "more-itertools==11.2.1,parse==1.22.4,sqlparse==0.6.1,tomlkit==0.15.2,toolz==1.0.0"
 )
+COUNT = 450
 
 
 class TasksOptions(Options):
@@ -42,7 +43,7 @@ class TasksOptions(Options):
 
     packages: str = PACKAGES
     """Pinned packages whose source distributions hold tests, with commas between."""
-    count: int = Field(500, ge=1)
+    count: int = Field(COUNT, ge=1)
     """Tasks wanted of each package."""
     played: int = Field(50, ge=1)
     """Tasks of each package that the agents play, spread over its suite."""
@@ -93,7 +94,7 @@ async def _run(options: TasksOptions, folder: Path, address: str) -> Result:
         "searched": float(sum(row["played"] for row in rows)),
         "in_two_splits": float(sum(row["in_two_splits"] for row in rows)),
     }
-    whole = (options.packages, options.count) == (PACKAGES, 500)
+    whole = (options.packages, options.count) == (PACKAGES, COUNT)
     return Result(metrics, rows, judged=whole)
 
 
