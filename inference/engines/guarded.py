@@ -15,10 +15,10 @@ from typing import IO
 
 from contracts.owned import socket_directory
 
-GUARD = Path(__file__).with_name("vllm_guard.py")
+GUARD = Path(__file__).with_name("server_guard.py")
 STOP_S = 5.0
 """Seconds for a server to exit after the request to stop."""
-SCRATCH = "triplane-vllm-"
+SCRATCH = "triplane-engine-"
 """Prefix of the names of servers' temporary folders."""
 _SOCKET_NAME = 36
 """Bytes of a socket's name in vLLM."""
@@ -26,7 +26,7 @@ _TAIL_LINES = 12
 
 
 class GuardedServer:
-    """A running server with its guard (vllm_guard), which ends with this process."""
+    """A running server with its guard (server_guard), which ends with this process."""
 
     def __init__(
         self, command: Sequence[str], environment: Callable[[Path], Mapping[str, str]], lock: IO[str] | None

@@ -24,7 +24,7 @@ from inference.engines.vllm_plain import plain_checkpoint
 from inference.errors import EngineUnreachable, WeightsDiffer
 from tests.inference.conftest import write_checkpoint
 from tests.vllm.conftest import HERE, real_config
-from tests.vllm.test_vllm_guard import family, is_alive, until
+from tests.vllm.test_server_guard import family, is_alive, until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.vllm, pytest.mark.timeout(1800)]
 FIRST, SECOND = "a" * 64, "b" * 64
@@ -226,5 +226,5 @@ def guard_of(keeper: VllmKeeper) -> int:
     return next(
         pid
         for pid in family(os.getpid())
-        if b"vllm_guard" in (line := Path(f"/proc/{pid}/cmdline").read_bytes()) and port in line
+        if b"server_guard" in (line := Path(f"/proc/{pid}/cmdline").read_bytes()) and port in line
     )

@@ -15,8 +15,8 @@ by itself.
 
 
 def end_with_guard() -> None:
-    """Watch the process in $TRIPLANE_VLLM_GUARD, if it is set."""
-    guard = os.environ.get("TRIPLANE_VLLM_GUARD")
+    """Watch the process in $TRIPLANE_SERVER_GUARD, if it is set."""
+    guard = os.environ.get("TRIPLANE_SERVER_GUARD")
     if guard is not None:
         threading.Thread(target=_watch, args=(int(guard),), name="guard-watch", daemon=True).start()
 

@@ -19,7 +19,7 @@ import os
 import subprocess
 import sys
 
-if __name__ == "__main__" and "TRIPLANE_VLLM_GUARD" in os.environ:
+if __name__ == "__main__" and "TRIPLANE_SERVER_GUARD" in os.environ:
     # an engine process in a session of its own, as vLLM's outlives a killed server; its guard ends it
     engine = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"], start_new_session=True)
 

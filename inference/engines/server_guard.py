@@ -1,9 +1,12 @@
-"""Run a server and remove all of its processes at the end: `python vllm_guard.py PARENT SCRATCH GRACE_S -- COMMAND...`.
+"""Run a server and remove all of its processes at the end.
+
+    python server_guard.py PARENT SCRATCH GRACE_S -- COMMAND...
+
 Standard library only, Linux.
 
 The guard ends when the server ends, on SIGTERM, or when its parent has ended, which closes stdin. It then kills all
 descendants of the server (it adopts orphans instead of init) and removes SCRATCH. If the guard itself is killed, the
-kernel kills the server, the server's workers watch $TRIPLANE_VLLM_GUARD themselves, and the parent's stop or the next
+kernel kills the server, the server's workers watch $TRIPLANE_SERVER_GUARD themselves, and the parent's stop or the next
 server's start removes SCRATCH.
 """
 
@@ -44,7 +47,7 @@ def main(arguments: list[str]) -> int:
         arguments[4:],
         stdin=subprocess.DEVNULL,
         start_new_session=True,
-        env={**os.environ, "TRIPLANE_VLLM_GUARD": str(os.getpid())},
+        env={**os.environ, "TRIPLANE_SERVER_GUARD": str(os.getpid())},
         preexec_fn=lambda: _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),
     )
     try:

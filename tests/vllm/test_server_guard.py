@@ -109,7 +109,7 @@ def test_every_process_and_file_of_a_server_goes_with_it(
 def test_a_guard_that_is_killed_takes_the_server_along(policies: tuple[Path, Path], tmp_path: Path) -> None:
     command = [
         sys.executable,
-        str(ROOT / "inference" / "engines" / "vllm_guard.py"),
+        str(ROOT / "inference" / "engines" / "server_guard.py"),
         str(os.getpid()),
         str(tmp_path / "x"),
         "5",
