@@ -212,6 +212,15 @@ def test_a_function_whose_name_stands_twice_is_left_out() -> None:
     assert [each.key for each in named_once(sources)] == keys
 
 
+def test_a_body_begins_with_the_decorators_of_its_first_statement() -> None:
+    text = 'def wrap(f):\n    """Doc."""\n    @other\n    def inner():\n        return f()\n    return inner\n'
+    (wrap,) = product_sources({"pack/core.py": text.encode()})[0].functions
+    start, end = wrap.body_span
+    assert text[start:end] == text[text.index("@other") : -1]
+    (bare,) = product_sources({"pack/core.py": b'def f():\n    """Doc."""\n'})[0].functions
+    assert bare.body_span == (23, 23)
+
+
 def test_no_text_holds_a_line_of_the_fix() -> None:
     clamp = functions_of(MODULE)["pack/core.py::clamp"]
     message = "assert 3 == 4\n +  where 3 = clamp(3)\nreturn total"

@@ -293,6 +293,27 @@ def test_inherited_and_waiting_tests_in_several_files_give_tasks(tmp_path: Path,
     check_agents(tasks, store, trusted)
 
 
+def test_a_function_that_does_nothing_solves_no_task(tmp_path: Path, trusted: str) -> None:
+    """Tests that only call a function notice bugs that raise, and not that nothing is left of it."""
+    limits = (
+        'def check(value, most=10):\n    """Raise ValueError above the limit."""\n    total = value + 1\n'
+        "    if total > most:\n        raise ValueError(value)\n"
+    )
+    called = "from pack.limits import check\n\n\ndef test_check():\n    check(1)\n    check(3)\n"
+    raising = called.replace("    check(3)\n", "") + (
+        "\n\ndef test_check_raises():\n    try:\n        check(99)\n    except ValueError:\n        return\n"
+        "    assert check is None\n"
+    )
+    for name, test, tasks in (("called", called, False), ("raising", raising, True)):
+        source = package(tmp_path / name, {"pack/limits.py": limits, "tests/test_limits.py": test})
+        store = open_store(str(tmp_path / f"store-{name}"))
+        made(source, store, trusted, count=40, strategies=("mutate", "remove"))
+        (suite,) = list_artifacts(store, "task_suite")
+        assert any(task.meta["path"] == "pack/limits.py" for task in suite_tasks(suite, None).values()) == tasks
+        left_out = suite.json("card.json")["left_out"]
+        assert ("verdict: a function that does nothing passes its tests" in left_out) != tasks, left_out
+
+
 def check_task(task: Task, source: Path) -> None:
     """The agent gets neither the failing tests nor a line of the fix."""
     for test in task.meta["fail_to_pass"]:

@@ -88,6 +88,16 @@ class Function:
         return self.node.body[1:] if ast.get_docstring(self.node, clean=False) is not None else self.node.body
 
     @property
+    def body_span(self) -> tuple[int, int]:
+        """Byte offsets of `body`, start and end; empty at the end of the function without statements."""
+        if not self.body:
+            return (self.source.span(self.node)[1],) * 2
+        first = self.body[0]
+        # a decorated function starts at its first decorator
+        line = min([first.lineno, *(each.lineno for each in getattr(first, "decorator_list", ()))])
+        return self.source.offset(line, first.col_offset), self.source.span(self.body[-1])[1]
+
+    @property
     def docstring(self) -> str:
         """Docstring, cleaned; empty without one."""
         return ast.get_docstring(self.node) or ""

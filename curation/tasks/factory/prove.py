@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -90,6 +91,8 @@ class Prover:
         self._drawn = drawn_functions({path: repository.tree[path] for path in set(map(file_of, baseline.good))})
         self._masters: Once[str, _Master] = Once(TimeoutError)
         self._cheated: Once[tuple[str, str], dict[str, Verdict]] = Once(TimeoutError)
+        self._noticing: dict[str, set[str]] = defaultdict(set)
+        """Function -> tests that fail if it does nothing."""
 
     async def prove(self, screened: Screened, function: Function) -> Proved:
         """Make a task of a bug and prove it, within bounded time. Raises InfraFault if envd keeps failing."""
@@ -101,11 +104,13 @@ class Prover:
             return Proved(screened, None, draft)
         try:
             async with asyncio.timeout(PROOF_S):
-                return await self._proved(screened, draft)
+                return await self._proved(screened, function, draft)
         except TimeoutError:
             return Proved(screened, None, f"its proof takes longer than {PROOF_S:.0f} s")
 
-    async def _proved(self, screened: Screened, draft: Task) -> Proved:
+    async def _proved(self, screened: Screened, function: Function, draft: Task) -> Proved:
+        if await self._passes_emptied(screened, function, draft):
+            return Proved(screened, None, "verdict: a function that does nothing passes its tests")
         before = await self._verifier.grade(draft, b"")
         if not _agrees(draft, before):
             return Proved(screened, None, _FLIPS)
@@ -187,6 +192,24 @@ class Prover:
             name: verdict.model_copy(update={"solved": wanted <= _passing(verdict) and not verdict.tampered})
             for name, verdict in found.items()
         }
+
+    async def _passes_emptied(self, screened: Screened, function: Function, task: Task) -> bool:
+        """Whether the tests pass with a function that only returns None. Not tried for bugs that reach beyond it.
+
+        A test that failed so for another bug of the function is not run again.
+        """
+        if not all(function.encloses(edit.path, edit.start, edit.end) for edit in screened.candidate.edits):
+            return False
+        noticing, tests = self._noticing[function.key], set(task.tests)
+        if noticing & tests:
+            return False
+        path, data, (start, end) = function.source.path, function.source.data, function.body_span
+        emptied = (data[:start] + b"return None" + data[end:]).decode()
+        result = await self._runs.run(task, file_diff(path, task.files[path].decode(), emptied))
+        passes = passing(result)
+        if result.exit == "completed":
+            noticing |= tests - passes
+        return tests <= passes
 
     async def _tried(self, task: Task, cheat: bytes) -> Verdict:
         """Verdict on a cheat. One that passes no test at all needs no second run."""

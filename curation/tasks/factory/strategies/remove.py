@@ -42,8 +42,7 @@ def _emptied(function: Function) -> Edit | None:
         return None
     if len(body) < _SHORTEST and not isinstance(body[0], (ast.If, ast.For, ast.While, ast.Try, ast.With)):
         return None
-    start, end = function.source.span(body[0])[0], function.source.span(body[-1])[1]
-    return Edit(function.source.path, start, end, "raise NotImplementedError")
+    return Edit(function.source.path, *function.body_span, "raise NotImplementedError")
 
 
 def _names(function: Function) -> set[str]:
