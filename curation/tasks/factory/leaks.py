@@ -9,11 +9,12 @@ import sysconfig
 import tokenize
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import cache, cached_property
+from dataclasses import dataclass
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 
 from curation.tasks.factory.baseline import TestFunction
-from curation.tasks.factory.functions import Function, Source
+from curation.tasks.factory.functions import Function, FunctionNode, Source
 from curation.tasks.importing.trees import Tree
 
 MOST_CONTAINED = 0.8
@@ -36,36 +37,75 @@ def without_tests(tree: Tree, tests: Iterable[TestFunction]) -> Tree | str:
         lines.setdefault(test.path, set()).add(test.line)
     cut = dict(tree)
     for path, starts in lines.items():
-        changed = _cut(tree[path], starts)
+        changed = _cut(tree[path], frozenset(starts))
         if changed is None:
             return "a failing test can't be cut out of its file"
         cut[path] = changed
     return cut
 
 
-def _cut(data: bytes, starts: set[int]) -> bytes | None:
-    """A test file without the functions that begin at these lines (of the definition or of a decorator)."""
+@dataclass(frozen=True)
+class _Lines:
+    """Lines of a function in its file, from 1."""
+
+    first: int
+    """Of its first decorator, or of the definition."""
+    definition: int
+    body: int
+    """Of its first statement."""
+    last: int
+    indent: int
+
+
+@lru_cache(maxsize=256)
+def _bodies(data: bytes) -> Sequence[tuple[int, Sequence[_Lines]]] | None:
+    """Functions of a file by the body that they stand in, each with the number of its statements: of the module and of
+    what is no function. None for a file that is not Python.
+    """
     try:
         module = ast.parse(data)
     except (SyntaxError, ValueError):
         return None
-    lines: list[bytes | None] = list(data.split(b"\n"))
-    left = set(starts)
+    found = []
     for parent in ast.walk(module):
         body = getattr(parent, "body", None)
-        if not isinstance(body, list) or isinstance(parent, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        if not isinstance(body, list) or isinstance(parent, FunctionNode):
             continue
+        functions = [
+            _Lines(
+                min([node.lineno, *(each.lineno for each in node.decorator_list)]),
+                node.lineno,
+                node.body[0].lineno,
+                node.end_lineno or node.lineno,
+                node.col_offset,
+            )
+            for node in body
+            if isinstance(node, FunctionNode)
+        ]
+        if functions:
+            found.append((len(body), functions))
+    return found
+
+
+@lru_cache(maxsize=256)
+def _cut(data: bytes, starts: frozenset[int]) -> bytes | None:
+    """A test file without the functions that begin at these lines (of the definition or of a decorator).
+
+    The results are kept: several bugs fail the same tests, and to parse a long file takes a tenth of a second.
+    """
+    if (bodies := _bodies(data)) is None:
+        return None
+    lines: list[bytes | None] = list(data.split(b"\n"))
+    left = set(starts)
+    for statements, functions in bodies:
         gone = 0
-        for node in body:
-            if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                continue
-            first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
-            if left & set(range(first, node.body[0].lineno + 1)) or starts & set(range(first, node.lineno + 1)):
-                left -= set(range(first, node.body[0].lineno + 1))
+        for each in functions:
+            if left & set(range(each.first, each.body + 1)) or starts & set(range(each.first, each.definition + 1)):
+                left -= set(range(each.first, each.body + 1))
                 gone += 1
-                lines[first - 1 : node.end_lineno] = [None] * ((node.end_lineno or first) - first + 1)
-                if gone == len(body):
-                    lines[first - 1] = b" " * node.col_offset + b"pass"
+                lines[each.first - 1 : each.last] = [None] * (each.last - each.first + 1)
+                if gone == statements:
+                    lines[each.first - 1] = b" " * each.indent + b"pass"
     if left:
         return None
     changed = b"\n".join(line for line in lines if line is not None)
