@@ -16,8 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from contracts.store import Store, open_store
-from contracts.tasks import Split
+from contracts.tasks import Observed, Split
 from curation.errors import TaskError
+from curation.tasks.checks.proving import as_written
 from curation.tasks.factory.baseline import TestFunction
 from curation.tasks.factory.choose import Caps, Distinct, Graders
 from curation.tasks.factory.functions import Function, Lines, Source, named_once, product_sources
@@ -219,6 +220,26 @@ def test_a_body_begins_with_the_decorators_of_its_first_statement() -> None:
     assert text[start:end] == text[text.index("@other") : -1]
     (bare,) = product_sources({"pack/core.py": b'def f():\n    """Doc."""\n'})[0].functions
     assert bare.body_span == (23, 23)
+
+
+def test_tests_that_run_beside_observed_ones_are_as_written() -> None:
+    before = (
+        "import m\n\ndef helper():\n    return 1\n\nclass TestA:\n    def test_same(self):\n        m.f()\n\n"
+        "    def test_seen(self):\n        assert m.f() == 1\n\ndef test_plain():\n    assert helper()\n"
+    )
+    tests = [f"t.py::{name}" for name in ("TestA::test_same", "TestA::test_seen", "test_plain")]
+
+    def found(after: str) -> set[str]:
+        observed = Observed({"t.py": after.encode()}, {}, {}, {})
+        return set(as_written(tests, observed, {"t.py": before.encode()}))
+
+    changed = "import seen\n" + before.replace("assert m.f() == 1", "seen.see(m.f())")
+    assert found(changed) == {tests[0], tests[2]}
+    assert found(before.replace("\n\nclass", "\n\n\n# comment\nclass")) == set(tests)
+    assert found(changed.replace("return 1", "return seen.see(1)")) == set()
+    assert found(changed.replace("import m\n", "import n as m\n")) == set()
+    assert found(changed.replace("class TestA:", "class TestA(seen.Base):")) == set()
+    assert as_written(tests, None, {"t.py": before.encode()}) == set(tests)
 
 
 def test_no_text_holds_a_line_of_the_fix() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
@@ -124,6 +125,38 @@ def wholly_observed(tests: Sequence[str], observed: Observed | None, files: dict
     if observed is None or any(key not in observed.rules for each in keys.values() for key in each):
         return frozenset()
     return frozenset(test for test in tests if test in observed.seen and set(own[test]) <= observed.rules.keys())
+
+
+def as_written(tests: Sequence[str], observed: Observed | None, files: Mapping[str, bytes]) -> frozenset[str]:
+    """Tests, by name without parameters, that are in the files of observed tests as in `files`, the hidden ones, and
+    so is all that is no test.
+    """
+    after = {**files, **(observed.files if observed else {})}
+    found = set[str]()
+    for path in {test.split("::", 1)[0] for test in tests}:
+        names = {test.split("::", 1)[1]: test for test in tests if test.startswith(f"{path}::")}
+        old, new = (_definitions(each.get(path, b"")) for each in (files, after))
+        changed = {name for name, code in old.items() if new.get(name) != code}
+        if changed <= names.keys():
+            found |= {test for name, test in names.items() if name not in changed}
+    return frozenset(found)
+
+
+def _definitions(data: bytes) -> dict[str, str]:
+    """Code of a file's functions by `Class::name`, and its other statements, without positions."""
+    found: dict[str, str] = {}
+
+    def add(body: Sequence[ast.stmt], prefix: str) -> None:
+        for node in body:
+            if isinstance(node, ast.ClassDef):
+                add(node.body, f"{prefix}{node.name}::")
+                node.body = []
+            name = prefix + node.name if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) else ""
+            code = ast.dump(node)
+            found[name or prefix + code] = found.get(name, "") + code
+
+    add(ast.parse(data).body, "")
+    return found
 
 
 async def _observe(

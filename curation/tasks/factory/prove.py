@@ -24,7 +24,7 @@ from curation.paths import changed_paths
 from curation.runs import Runs
 from curation.tasks.bugs import file_diff
 from curation.tasks.checks.observing import drawn_functions
-from curation.tasks.checks.proving import function_of, wholly_observed
+from curation.tasks.checks.proving import as_written, function_of, wholly_observed
 from curation.tasks.factory.baseline import Baseline
 from curation.tasks.factory.environment import Surroundings, sources_of
 from curation.tasks.factory.functions import Function
@@ -70,6 +70,8 @@ class _Master:
     passes: frozenset[str]
     whole: frozenset[str]
     """Tests of which every assertion is observed."""
+    as_written: frozenset[str]
+    """Tests that can run beside the observed ones, from the same files."""
 
 
 class Prover:
@@ -132,20 +134,24 @@ class Prover:
     async def _fixed(self, task: Task) -> Checks | str:
         """Checks of a task whose tests pass after the fix, or what is wrong with it.
 
-        Tests with observations run without their expectations only, the others as written. Decoys have failed on the
-        same files already, in the proof of the checks.
+        Tests with observations run without their expectations only, the others as written: in the same run, if the
+        files of the observed tests have them so. Decoys have failed on the same files already, in the proof of the
+        checks.
         """
-        checks = task.checks or Checks(None, (), ())
+        checks, master = task.checks or Checks(None, (), ()), await self._master(file_of(task.tests[0]))
         observed, results = checks.observed, list[VerifyResult]()
         watched = tuple(test for test in base_names(task.tests) if test in checks.fully_observed)
         plain = tuple(test for test in task.tests if base_name(test) not in watched)
+        beside = tuple(test for test in plain if base_name(test) in master.as_written) if watched else ()
+        alone = tuple(test for test in plain if test not in beside)
         wrong = False
-        if plain:
-            results.append(await self._ended(task, task.hidden_files, plain))
-            wrong = not passed(plain, results[-1])
+        if alone:
+            results.append(await self._ended(task, task.hidden_files, alone))
+            wrong = not passed(alone, results[-1])
         if observed is not None and watched:
-            results.append(await self._ended(task, task.hidden_files | observed.files, watched))
+            results.append(await self._ended(task, task.hidden_files | observed.files, (*watched, *beside)))
             wrong = wrong or bool(contradictions(observed, results[-1]))
+            wrong = wrong or not passing(results[-1]).issuperset(beside)
         if any(result.exit != "completed" for result in results):
             return "its tests do not run to their end after the fix"
         if wrong:
@@ -296,8 +302,9 @@ class Prover:
                 break
         task = dataclasses.replace(task, tests=tuple(test for test in tests if test in passes))
         checks = await self._verifier.checks(task) if task.tests else Checks(None, (), ())
-        whole = await asyncio.to_thread(wholly_observed, base_names(task.tests), checks.observed, task.hidden_files)
-        return _Master(task, checks, passes, whole)
+        of = base_names(task.tests), checks.observed, task.hidden_files
+        whole, same = await asyncio.to_thread(lambda: (wholly_observed(*of), as_written(*of)))
+        return _Master(task, checks, passes, whole, same)
 
     def _master_task(self, file: str, tests: tuple[str, ...]) -> Task:
         tree, name = self._repository.tree, f"{self._repository.name}-{file}"
