@@ -42,6 +42,8 @@ from tests.bridge.scripted_bridge import looped
 from tests.inference.conftest import write_checkpoint
 from tests.rollouts.rollouts_script import byte_tokenizer
 
+pytestmark = pytest.mark.slow
+
 TASK = "task-000"
 QUICKSTART = Path(__file__).parents[2] / "experiments" / "quickstart.yaml"
 
@@ -291,7 +293,6 @@ async def test_next_bridge_finds_sandboxes_on_a_list_of_servers(envd: str, tmp_p
 
 
 @looped
-@pytest.mark.slow
 async def test_calls_whose_answers_are_not_kept_any_more_are_not_sent_again(
     envd: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

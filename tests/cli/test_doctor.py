@@ -21,6 +21,8 @@ from triplane_dagster.doctor import accelerators, isolation, machine, services
 from triplane_dagster.doctor.findings import Check, ask, make, ok
 from triplane_dagster.doctor.trials.torch_devices import fp8_of
 
+pytestmark = pytest.mark.slow
+
 Row = dict[str, Any]
 
 

@@ -20,6 +20,8 @@ from contracts.leftovers import sweep_leftovers
 from contracts.owned import ABANDONED_S, is_abandoned, is_leftover, owned_directory, owned_name, socket_directory
 from contracts.store import Store
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 KEY = "0" * 64
 LARGE = 12 * 2**20

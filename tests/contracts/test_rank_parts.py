@@ -24,6 +24,8 @@ from contracts.tensor_files import INDEX, Form, TensorFiles
 from contracts.tensor_parts import add_tensors
 from contracts.upkeep import find_garbage, remove_garbage
 
+pytestmark = pytest.mark.slow
+
 
 def launch(
     store: Store,

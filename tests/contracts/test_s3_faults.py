@@ -24,6 +24,8 @@ from contracts.pointers import Pointer
 from contracts.store import Store, open_store
 from curation.verify import Verdict, read_verdict
 
+pytestmark = pytest.mark.slow
+
 KEY = "0" * 64
 
 

@@ -23,6 +23,8 @@ from resources.errors import ExperimentError
 from resources.experiment import Experiment, load_experiment
 from triplane_dagster.assembly import definitions_for
 
+pytestmark = pytest.mark.slow
+
 TINY = Path(__file__).parent / "tiny.yaml"
 
 

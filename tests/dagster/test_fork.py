@@ -34,6 +34,8 @@ from triplane_dagster.sequence import run_iterations
 from triplane_dagster.settings import changed_steps
 from triplane_dagster.staleness import stale_steps
 
+pytestmark = pytest.mark.slow
+
 TINY = Path(__file__).parent / "tiny.yaml"
 STEPS = ("prompts", "rollouts", "rewards", "dataset", "checkpoint", "evaluation")
 SAMPLED = ("rollout_plan", "group", "rollouts")
@@ -105,7 +107,6 @@ def test_fork_without_overrides_is_its_source_and_makes_nothing_twice(source: Wo
     assert changed_steps(source.store, forked, ["0000"]) == [] and stale_steps(source.store, "same") == []
 
 
-@pytest.mark.slow
 def test_fork_with_another_loss_and_reward_trains_on_the_same_episodes(source: World) -> None:
     before = count(source, *SAMPLED)
     fork("tiny/0001", "--as", "exp2", "--set", "trainer.algorithm.kind=dapo")
@@ -124,7 +125,6 @@ def test_fork_with_another_loss_and_reward_trains_on_the_same_episodes(source: W
     assert Registry(source.store, "tiny").history()[-1].policy == made(source, "tiny", "checkpoint", "0001").ref
 
 
-@pytest.mark.slow
 def test_replay_of_two_iterations_then_the_fork_samples_and_lineage_shows_the_branch(source: World) -> None:
     fork("tiny/0000", "--as", "exp2", "--replay", "2", "--set", "off_policy.max_staleness=2", "--set", "seed=3",
          "--set", "trainer.algorithm.kind=dapo")  # fmt: skip
@@ -161,7 +161,6 @@ def test_stale_episodes_are_refused_with_the_number_before_anything_is_made(sour
     assert find_inputs(source.store, load_experiment(path), "0001") is None
 
 
-@pytest.mark.slow
 def test_small_effective_sample_size_is_refused_before_the_first_optimizer_step(source: World) -> None:
     bounds = ("--set", "off_policy.max_staleness=2", "--set", "off_policy.min_effective_sample_size=0.999")
     fork("tiny/0000", "--as", "exp2", "--replay", "2", *bounds, "--set", "trainer.algorithm.kind=dapo")
@@ -231,7 +230,6 @@ def test_deleted_or_missing_rollouts_are_never_sampled_anew(source: World) -> No
     assert read_ref(source.store, "early", "iteration_inputs", "0000") is None
 
 
-@pytest.mark.slow
 def test_fork_of_a_fork_keeps_the_first_sources_episodes(source: World) -> None:
     fork("tiny/0001", "--as", "exp2", "--set", "trainer.algorithm.kind=dapo")
     run(source, "exp2")
@@ -248,7 +246,6 @@ def test_fork_of_a_fork_keeps_the_first_sources_episodes(source: World) -> None:
     assert Path("page.html").read_text().count("<img") == 4
 
 
-@pytest.mark.slow
 def test_quarantined_episodes_leave_the_datasets_of_forks_too(source: World) -> None:
     fork("tiny/0000", "--as", "other", "--set", "trainer.learning_rate=0.001")
     run(source, "other")
@@ -265,7 +262,6 @@ def test_quarantined_episodes_leave_the_datasets_of_forks_too(source: World) -> 
         assert {row["reason"] == "quarantined" for row in members} == {True, False}
 
 
-@pytest.mark.slow
 def test_a_killed_fork_leaves_no_experiment_and_deleting_one_leaves_its_source(source: World) -> None:
     command = [
         sys.executable,

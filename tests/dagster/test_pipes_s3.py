@@ -16,6 +16,8 @@ from resources.launcher import LocalLauncher
 from tests.dagster.launching import Arrived, launch_in_an_op
 from tests.trainer.trainer_world import make_world
 
+pytestmark = pytest.mark.slow
+
 BUCKET = "messages"
 REPORT = """
 import os, signal, sys, time

@@ -30,6 +30,8 @@ from resources.refs import require_ref
 from resources.registry import Registry
 from triplane_dagster.cli.app import app
 
+pytestmark = pytest.mark.slow
+
 TINY = Path(__file__).parent / "tiny.yaml"
 QUESTIONS = (
     *(("task", f"t{number}") for number in range(5)),
@@ -118,7 +120,6 @@ def test_marks_equal_a_walk_over_everything(seed: int, tmp_path: Path) -> None:
     check_marks(seed, tmp_path)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_marks_equal_a_walk_over_everything_of_200_stores(tmp_path: Path) -> None:
     for seed in range(2, 202):
@@ -248,7 +249,6 @@ def test_a_quarantined_task_leaves_its_dataset_and_a_lift_brings_back_the_same_a
     assert [(row["what"], row["state"]) for row in listed] == [(f"task {place.task}", "lifted"), ("lifts 1", None)]
 
 
-@pytest.mark.slow
 def test_retraining_makes_a_policy_live_that_saw_no_quarantined_episode(place: Place) -> None:
     rollouts, live = place.ref("rollouts", "0000"), place.live
     done = triplane("quarantine", "--task", place.task, "--yes", "--retrain", "--json")
@@ -267,14 +267,7 @@ def test_retraining_makes_a_policy_live_that_saw_no_quarantined_episode(place: P
 
 
 @pytest.mark.parametrize(
-    "point",
-    [
-        "episodes-marked",
-        *(
-            pytest.param(each, marks=pytest.mark.slow)
-            for each in ("rolled-back", "reference-written", "state-committed", "policy-promoted")
-        ),
-    ],
+    "point", ["episodes-marked", "rolled-back", "reference-written", "state-committed", "policy-promoted"]
 )
 def test_a_killed_quarantine_is_finished_by_the_same_command(point: str, place: Place, tmp_path: Path) -> None:
     arguments = ("quarantine", "--task", place.task, "--yes", "--retrain", "--json")

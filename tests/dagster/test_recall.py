@@ -30,6 +30,8 @@ from resources.errors import AlreadyLive, RegistryError
 from resources.refs import experiments_in, noted, write_ref
 from resources.registry import BasePolicy, Registry
 
+pytestmark = pytest.mark.slow
+
 TOOLS = ("edit", "exec", "exec_long", "read_file")
 RULES = (0, 1, 10)
 """Versions of the grading code; one is the beginning of another."""
@@ -337,7 +339,6 @@ def test_recall_equals_a_walk_over_all_manifests(seed: int, tmp_path: Path) -> N
     check_answers(seed, tmp_path)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_recall_equals_a_walk_over_all_manifests_of_200_stores(tmp_path: Path) -> None:
     for seed in range(2, 202):
@@ -372,7 +373,6 @@ def test_segments_merge_in_powers_of_sixteen_and_keep_rows_in_order(tmp_path: Pa
         assert [row[0] for row in db.sql("SELECT child FROM edges").fetchall()] == [f"c{each}" for each in range(275)]
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("no_readers")
 def test_a_merge_that_was_killed_is_made_up_for_by_the_next_larger_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -18,6 +18,8 @@ import pytest
 
 from envd.sandbox import python_inside
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 USE = """
 import asyncio, json, sys

@@ -30,6 +30,8 @@ from tests.envd.harness import FILES
 from tests.envd.test_services_tls import free_port
 from tests.envd.test_verify_unprivileged import PYENV, SHOW_PYTHON, closed_above
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 SERVE = [sys.executable, "-m", "envd", "serve"]
 NOBODY = 65534

@@ -17,6 +17,8 @@ from envd.guest.protocol import HEAD, Answer
 from tests.fuzz.mutation import Mutator
 from tests.fuzz.recording import SESSIONS, Frame, Session, frames_of, record
 
+pytestmark = pytest.mark.slow
+
 RUNS = 120
 HANGS_S = 20.0
 QUIET_S = 0.3

@@ -23,6 +23,8 @@ from envd.operations.client import OperationsClient
 from envd.tools import toolset_named
 from tests.envd.harness import Harness
 
+pytestmark = pytest.mark.slow
+
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
 COMMAND = ["-m", "envd", "mcp"]
 

@@ -25,6 +25,8 @@ from envd.operations.client import OperationsClient
 from envd.operations.top import harmless
 from tests.envd.harness import require_limits
 
+pytestmark = pytest.mark.slow
+
 TRICK = "\x1b[2J\x1b]0;owned\x07\u202egnp"
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, "-m", "envd", "top"]

@@ -20,7 +20,7 @@ from inference.engines.builtin import BuiltinEngine
 from inference.engines.openai import OpenAIEngine
 from inference.errors import EngineError, EngineUnreachable, RequestTooLong, StaleVersion
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 WORDS = 320
 
 

@@ -32,6 +32,8 @@ from tests.inference.conftest import write_checkpoint
 from tests.inference.test_routed_engine import served
 from tests.vllm.fleet_servers import environment, free_port, until
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 
 

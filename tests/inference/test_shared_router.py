@@ -27,7 +27,7 @@ from tests.needs import require
 from tests.vllm.fleet_servers import environment
 from tests.vllm.fleet_servers import until as poll
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 REPLICAS = ("http://a:1", "http://b:1")
 CONFIG = RouterConfig(block_tokens=16, key="secret")
 
@@ -129,7 +129,7 @@ def turn_tokens(tokens: np.ndarray) -> np.ndarray:
     return np.concatenate([tokens, prompt(64, seed=9)])
 
 
-@pytest.mark.parametrize("batches", [100, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("batches", [100, 1000])
 async def test_routers_agree_after_many_events(server: Server, batches: int) -> None:
     """A batch has 100 events."""
     async with joined(server) as [(first, shared), (second, other)]:

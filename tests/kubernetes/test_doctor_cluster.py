@@ -20,6 +20,8 @@ from triplane_dagster.cli.app import app
 from triplane_dagster.doctor import cluster as checks
 from triplane_dagster.doctor.cluster_rights import JOBSET_RIGHTS, RIGHTS
 
+pytestmark = pytest.mark.slow
+
 TINY = Path(__file__).parents[1] / "dagster" / "tiny.yaml"
 AS_JOBSET = load_experiment(TINY, ["placement.trainer.workload=jobset"])
 

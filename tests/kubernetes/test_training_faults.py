@@ -24,6 +24,8 @@ from tests.kubernetes.api_server import Cluster
 from tests.kubernetes.conftest import messages_left
 from tests.kubernetes.trainings import launch_as_job
 
+pytestmark = pytest.mark.slow
+
 SECOND = "if [ $TRIPLANE_NODE_INDEX = 1 ]; then"
 
 

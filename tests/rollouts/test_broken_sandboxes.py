@@ -44,6 +44,8 @@ from inference.rollouts.merge import merge_groups
 from inference.rollouts.worker import run_shard
 from inference.rollouts.workspace import Workspaces
 
+pytestmark = pytest.mark.slow
+
 SLOT = Slot("test", "0001", "g", "task-000", 0, 5)
 PRLIMIT = "import resource as r; [r.prlimit(p, r.RLIMIT_NOFILE, (0, 0)) for p in {pids}]"
 ATTACKS = {

@@ -31,6 +31,8 @@ from curation.tasks.suite import TaskSuiteConfig, generate_tasks
 from curation.verify import Verifier
 from triplane_dagster.cli.app import app
 
+pytestmark = pytest.mark.slow
+
 
 def published(store: Store, tasks: Sequence[Task], key: str = "a") -> Artifact:
     with ArtifactWriter(store, "task_suite", key * 64, parents={}, config={}, code_version="1") as out:

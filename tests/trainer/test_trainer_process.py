@@ -19,6 +19,8 @@ from trainer.config import parse_job, read_job
 from trainer.errors import TrainingConfigError
 from trainer.lifetime import PARENT_VARIABLE
 
+pytestmark = pytest.mark.slow
+
 
 def trainer(*arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(

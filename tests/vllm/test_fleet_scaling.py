@@ -24,7 +24,7 @@ from inference.errors import EngineUnreachable
 from tests.vllm.fleet_servers import StubServer, free_port
 
 pytest.importorskip("kubernetes")
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 FIRST = "a" * 64
 APPS, CORE = "/apis/apps/v1/namespaces/ns", "/api/v1/namespaces/ns"
 SCALE = f"{APPS}/statefulsets/engines/scale"
@@ -140,7 +140,6 @@ def config_of(cluster: Cluster, **changes: object) -> VllmConfig:
     return VllmConfig.model_validate(values | changes)
 
 
-@pytest.mark.slow
 async def test_fleet_is_scaled_up_for_a_lease_and_to_zero_after_it(cluster: Cluster, policies: Policies) -> None:
     for _ in range(2):
         engine = open_engine(config_of(cluster), policies[0], FIRST)

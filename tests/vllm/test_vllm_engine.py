@@ -23,7 +23,7 @@ from inference.errors import EngineError, EngineStopped, EngineUnreachable, Requ
 from tests.http_client import HTTP
 from tests.vllm.conftest import fake_config
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 FIRST, SECOND = "a" * 64, "b" * 64
 PARAMS = SamplingParams(temperature=1.0, max_tokens=8, seed=5)
 Policies = tuple[Path, Path]
