@@ -128,8 +128,8 @@ def wholly_observed(tests: Sequence[str], observed: Observed | None, files: dict
 
 
 def as_written(tests: Sequence[str], observed: Observed | None, files: Mapping[str, bytes]) -> frozenset[str]:
-    """Tests, by name without parameters, that are in the files of observed tests as in `files`, the hidden ones, and
-    so is all that is no test.
+    """Tests, by name without parameters, whose code the files of observed tests leave as it is in `files`, the hidden
+    tests. None of a file in which they change anything but tests.
     """
     after = {**files, **(observed.files if observed else {})}
     found = set[str]()

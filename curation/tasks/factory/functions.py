@@ -70,7 +70,7 @@ class Function:
     @property
     def first(self) -> int:
         """Its first line, decorators included."""
-        return min([self.node.lineno, *(each.lineno for each in self.node.decorator_list)])
+        return first_line(self.node)
 
     @property
     def last(self) -> int:
@@ -93,9 +93,7 @@ class Function:
         if not self.body:
             return (self.source.span(self.node)[1],) * 2
         first = self.body[0]
-        # a decorated function starts at its first decorator
-        line = min([first.lineno, *(each.lineno for each in getattr(first, "decorator_list", ()))])
-        return self.source.offset(line, first.col_offset), self.source.span(self.body[-1])[1]
+        return self.source.offset(first_line(first), first.col_offset), self.source.span(self.body[-1])[1]
 
     @property
     def docstring(self) -> str:
@@ -107,6 +105,12 @@ class Function:
         """Its lines, decorators included."""
         lines = self.source.data.decode().split("\n")
         return "\n".join(lines[self.first - 1 : self.last])
+
+
+def first_line(statement: ast.stmt) -> int:
+    """Line at which a statement begins, from 1: a decorated function or class at its first decorator."""
+    decorators: list[ast.expr] = getattr(statement, "decorator_list", [])
+    return min([statement.lineno, *(each.lineno for each in decorators)])
 
 
 def named_once(sources: Iterable[Source]) -> list[Function]:

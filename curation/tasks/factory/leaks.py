@@ -14,7 +14,7 @@ from functools import cache, cached_property, lru_cache
 from pathlib import Path
 
 from curation.tasks.factory.baseline import TestFunction
-from curation.tasks.factory.functions import Function, FunctionNode, Source
+from curation.tasks.factory.functions import Function, FunctionNode, Source, first_line
 from curation.tasks.importing.trees import Tree
 
 MOST_CONTAINED = 0.8
@@ -59,8 +59,8 @@ class _Lines:
 
 @lru_cache(maxsize=256)
 def _bodies(data: bytes) -> Sequence[tuple[int, Sequence[_Lines]]] | None:
-    """Functions of a file by the body that they stand in, each with the number of its statements: of the module and of
-    what is no function. None for a file that is not Python.
+    """For each body that holds functions (the module's, a class's, an `if`'s, not a function's): its number of
+    statements, and the lines of these functions. None for a file that is not Python.
     """
     try:
         module = ast.parse(data)
@@ -73,7 +73,7 @@ def _bodies(data: bytes) -> Sequence[tuple[int, Sequence[_Lines]]] | None:
             continue
         functions = [
             _Lines(
-                min([node.lineno, *(each.lineno for each in node.decorator_list)]),
+                first_line(node),
                 node.lineno,
                 node.body[0].lineno,
                 node.end_lineno or node.lineno,
