@@ -152,7 +152,7 @@ def _digests(store: Store) -> Mapping[str, list[str]]:
 def _experiment(options: S3Options, folder: Path) -> Experiment:
     named = Path(options.experiment)
     source = named if named.suffix == ".yaml" else experiments_folder() / f"{options.experiment}.yaml"
-    values: dict[str, Any] = apply_overrides(read_values(source), options.set.split())
+    values: dict[str, Any] = apply_overrides(read_values(source), options.set.split(), Experiment)
     path = folder / source.name
     path.write_text(yaml.safe_dump(values, sort_keys=False))
     return load_experiment(path)

@@ -59,7 +59,7 @@ class Workbench:
 
     def add_experiment(self, source: Path, name: str, overrides: list[str]) -> Experiment:
         """Write `source`, renamed and overridden, as an experiment of this folder. Raises ExperimentError."""
-        values: dict[str, Any] = apply_overrides(read_values(source), [f"name={name}", *overrides])
+        values: dict[str, Any] = apply_overrides(read_values(source), [f"name={name}", *overrides], Experiment)
         path = self.root / "experiments" / f"{name}.yaml"
         path.write_text(yaml.safe_dump(values, sort_keys=False))
         records = self.root / "dagster" / name

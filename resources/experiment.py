@@ -488,7 +488,7 @@ def load_experiment(path: Path | str, overrides: list[str] | None = None) -> Exp
     """
     source = Path(path)
     values = read_values(source)
-    return parse_experiment(apply_overrides(values, overrides or []), str(source))
+    return parse_experiment(apply_overrides(values, overrides or [], Experiment), str(source))
 
 
 def read_values(source: Path, extended: tuple[Path, ...] = ()) -> dict[str, Any]:
@@ -517,7 +517,7 @@ def read_values(source: Path, extended: tuple[Path, ...] = ()) -> dict[str, Any]
     other = (source.parent / base).resolve()
     if other in files:
         raise ExperimentError(f"experiment {source}: extends = {base!r} leads back to {other.name}: remove one of them")
-    return merge(read_values(other, files), values)
+    return merge(read_values(other, files), values, Experiment)
 
 
 def parse_experiment(values: dict[str, Any], source: str = "experiment") -> Experiment:

@@ -15,11 +15,11 @@ from pydantic.fields import FieldInfo
 from resources.errors import ExperimentError
 
 
-def apply_overrides(values: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
-    """Copy of nested `values` with each "a.b=c" applied; c is parsed as YAML.
+def apply_overrides(values: dict[str, Any], overrides: list[str], model: type[BaseModel]) -> dict[str, Any]:
+    """Copy of nested `values` of a `model` with each "a.b=c" applied; c is parsed as YAML.
 
-    Another `kind` of a section drops the section's other values, which were meant for the former kind. Such overrides
-    are applied first.
+    Another `kind` of a section whose fields depend on it drops the section's other values, which were meant for the
+    former kind. Such overrides are applied first.
 
     Raises ExperimentError for an override without `=`.
     """
@@ -29,33 +29,45 @@ def apply_overrides(values: dict[str, Any], overrides: list[str]) -> dict[str, A
         if not equals or not path.strip():
             raise ExperimentError(f"override {override!r} is not field=value: write e.g. trainer.learning_rate=1e-4")
         *parents, last = path.strip().split(".")
-        place = result
+        place, fields = result, [model]
         for parent in parents:
+            fields = _fields(fields, parent)
             if place.get(parent) is None:
                 place[parent] = {}
             place = place[parent]
             if not isinstance(place, dict):
                 raise ExperimentError(f"override {override!r}: {parent} is {place!r}, which has no fields")
         value = _value(text, override)
-        if last == "kind" and place.get(last, value) != value:
+        if last == "kind" and place.get(last, value) != value and any(map(_is_discriminated, fields)):
             place.clear()
         place[last] = value
     return result
 
 
-def merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """Copy of nested `base` with the values of `changes`, section by section; lists are replaced whole.
+def merge(base: dict[str, Any], changes: dict[str, Any], model: type[BaseModel]) -> dict[str, Any]:
+    """Copy of nested `base`, values of a `model`, with those of `changes`, section by section; lists are replaced.
 
-    Another `kind` of a section replaces the whole section.
+    Another `kind` of a section whose fields depend on it replaces the whole section.
     """
+    return _merge(base, changes, [model])
+
+
+def _merge(base: dict[str, Any], changes: dict[str, Any], places: list[Any]) -> dict[str, Any]:
     merged = copy.deepcopy(base)
     for name, value in changes.items():
-        own = merged.get(name)
-        if isinstance(own, dict) and isinstance(value, dict) and value.get("kind", own.get("kind")) == own.get("kind"):
-            merged[name] = merge(own, value)
-        else:
-            merged[name] = value
+        own, fields = merged.get(name), _fields(places, name)
+        merged[name] = value
+        if isinstance(own, dict) and isinstance(value, dict):
+            same = value.get("kind", own.get("kind")) == own.get("kind")
+            if same or not any(map(_is_discriminated, fields)):
+                merged[name] = _merge(own, value, fields)
     return merged
+
+
+def _fields(places: list[Any], name: str) -> list[Any]:
+    """Fields `name` of the models at `places`, which are models or fields."""
+    found = [model.model_fields.get(name) for place in places for model in _models(place)]
+    return [field for field in found if field is not None]
 
 
 def _value(text: str, override: str) -> Any:
@@ -104,8 +116,7 @@ def _without_tags(model: type[BaseModel], path: tuple[int | str, ...]) -> tuple[
         if isinstance(part, int):
             places = [item for each in places for item in get_args(getattr(each, "annotation", each))[:1]]
         else:
-            fields = [found.model_fields.get(part) for each in places for found in _models(each)]
-            places = [field for field in fields if field is not None]
+            places = _fields(places, part)
         tag_follows = any(_is_discriminated(each) for each in places)
     return tuple(kept)
 

@@ -59,7 +59,7 @@ def plan_fork(store: Store, source: Path, iteration: str, name: str, overrides: 
     source's policies are too far from the weights that the fork trains.
     """
     original = load_experiment(source)
-    changes = apply_overrides({}, overrides)
+    changes = apply_overrides({}, overrides, Experiment)
     for field in _OWN:
         if field in changes:
             raise ExperimentError(
@@ -70,8 +70,8 @@ def plan_fork(store: Store, source: Path, iteration: str, name: str, overrides: 
     own: dict[str, Any] = {"name": name, "description": f"Fork of {original.name}/{iteration}.", "fork": fork}
     if original.deployment.servers:
         own["deployment"] = {"servers": []}  # the source's servers keep serving the source's policy
-    values = merge(own, changes)
-    forked = parse_experiment(merge(read_values(source), values), f"{name!r} (not written)")
+    values = merge(own, changes, Experiment)
+    forked = parse_experiment(merge(read_values(source), values, Experiment), f"{name!r} (not written)")
     _require_free(store, forked.name, path)
     _require_by_reference(original, forked)
     for number in range(replay):

@@ -106,6 +106,17 @@ def test_another_kind_starts_from_its_own_defaults() -> None:
     assert same == load_experiment(QUICKSTART)
 
 
+def test_another_kind_keeps_a_section_whose_fields_do_not_depend_on_it(tmp_path: Path) -> None:
+    real = QUICKSTART.parent / "qwen3-30b-a3b.yaml"
+    launcher = load_experiment(real).trainer.launcher
+    assert (launcher.kind, launcher.gpus, launcher.backend) == ("local", 8, "fsdp2")
+    moved = launcher.model_copy(update={"kind": "kubernetes"})
+    assert load_experiment(real, ["trainer.launcher.kind=kubernetes"]).trainer.launcher == moved
+    child = tmp_path / "child.yaml"
+    child.write_text(f"extends: {real}\nname: child\ntrainer: {{launcher: {{kind: kubernetes}}}}\n")
+    assert load_experiment(child).trainer.launcher == moved
+
+
 @pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "ppo"])
 def test_every_algorithm_is_chosen_by_its_kind_alone(kind: str) -> None:
     assert load_experiment(QUICKSTART, [f"trainer.algorithm.kind={kind}"]).trainer.algorithm.kind == kind
