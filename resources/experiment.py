@@ -22,6 +22,7 @@ from pydantic import (
 )
 
 from contracts.digests import digest_of
+from contracts.errors import ConfigError
 from curation.dataset import DatasetConfig
 from curation.rewards import RewardConfig
 from curation.tasks.demonstrations import DemonstrationConfig
@@ -35,7 +36,7 @@ from resources.errors import ExperimentError
 from resources.overrides import apply_overrides, explain, merge
 from resources.placement import PlacementConfig
 from resources.section import Section
-from trainer.config import BackendConfig, Device, RlConfig, SftConfig
+from trainer.config import BackendConfig, Device, RlConfig, SftConfig, require_divisor
 from trainer.model_config import ModelConfig
 
 _NAME = r"^[a-z][a-z0-9_]{0,62}$"
@@ -175,6 +176,7 @@ class LauncherConfig(BackendConfig):
             raise ValueError(
                 f"ranks {self.ranks} is for machines without GPUs, gpus is {self.gpus}: remove one of them"
             )
+        self.check_expert_ranks(self.processes)
         return self
 
     @property
@@ -455,18 +457,28 @@ class Experiment(Section):
             )
 
     def _require_experts(self) -> None:
-        """Require that a dense model is not asked for anything of a mixture of experts."""
-        if not isinstance(self.base, SftBase) or self.base.model.family == "qwen3_moe":
+        """Require that a dense model is not asked for anything of a mixture of experts, and that experts can be
+        divided.
+        """
+        if not isinstance(self.base, SftBase):
+            return
+        model, ranks = self.base.model, self.trainer.launcher.expert_ranks
+        if model.family == "qwen3_moe":
+            try:
+                require_divisor(model.experts, ranks)
+            except ConfigError as error:
+                raise ValueError(str(error)) from None
             return
         asked = {
             **{f"base.sft.{name}": value for name, value in self.base.sft.of_experts().items()},
             **{f"trainer.{name}": value for name, value in self.trainer.of_experts().items()},
             "rollouts.record_routing": self.rollouts.record_routing,
+            "trainer.launcher.expert_ranks": ranks if ranks > 1 else 0,
         }
         for name, value in asked.items():
             if value:
                 raise ValueError(
-                    f"{name} is {value}, but base.model.family {self.base.model.family} has no experts: leave it out"
+                    f"{name} is {value}, but base.model.family {model.family} has no experts: leave it out"
                 )
 
     @property

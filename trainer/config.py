@@ -259,6 +259,15 @@ BackendName = Literal["torch", "fsdp2", "deepspeed"]
 Starter = Literal["agent", "torchrun", "deepspeed"]
 
 
+def require_divisor(experts: int | None, expert_ranks: int) -> None:
+    """Raise TrainingConfigError unless `expert_ranks` divides the number of experts; None: the model has none."""
+    if (experts or 1) % expert_ranks:
+        raise TrainingConfigError(
+            f"trainer.launcher.expert_ranks {expert_ranks} does not divide the model's {experts or 'no'} experts: set"
+            " it to a divisor"
+        )
+
+
 class BackendConfig(Settings):
     """The library that holds weights and optimizer."""
 
@@ -274,6 +283,10 @@ class BackendConfig(Settings):
     """fsdp2 and deepspeed: compute each layer again in the backward pass instead of keeping its activations. Less
     memory, same bits.
     """
+    expert_ranks: int = Field(default=1, ge=1, le=1024)
+    """fsdp2 only: consecutive processes that divide each layer's experts (expert parallelism). Tokens are sent to the
+    process of their expert, in place of its weights to theirs. Must divide the number of processes and of experts.
+    """
     starter: Starter = "agent"
     """What starts the training processes of a machine: agent, which is the trainer itself, torchrun, or DeepSpeed's
     launcher. Changes no bit. With each, a process that ends or hangs ends all, with one error.
@@ -285,7 +298,17 @@ class BackendConfig(Settings):
             raise ValueError(f"zero_stage {self.zero_stage} needs backend deepspeed, not {self.backend}: remove it")
         if self.activation_checkpointing and self.backend == "torch":
             raise ValueError("activation_checkpointing needs backend fsdp2 or deepspeed, not torch: remove it")
+        if self.expert_ranks > 1 and self.backend != "fsdp2":
+            raise ValueError(f"expert_ranks {self.expert_ranks} needs backend fsdp2, not {self.backend}: remove it")
         return self
+
+    def check_expert_ranks(self, processes: int) -> None:
+        """Raise ValueError unless the experts can be divided among this many training processes."""
+        if processes % self.expert_ranks:
+            raise ValueError(
+                f"expert_ranks {self.expert_ranks} does not divide the {processes} training processes: set it to a"
+                " divisor"
+            )
 
     @property
     def stage(self) -> int:
@@ -298,6 +321,8 @@ class BackendConfig(Settings):
         found: dict[str, str | int] = {"backend": self.backend}
         if self.backend == "deepspeed":
             found["zero_stage"] = self.stage
+        if self.expert_ranks > 1:
+            found["expert_ranks"] = self.expert_ranks
         return found
 
 
@@ -316,6 +341,11 @@ class _Job(BackendConfig, Frozen):
     """Processes that share every batch. The count changes the resulting bits."""
     rank_timeout_s: float = Field(default=45.0, gt=0)
     """Longest time that a rank waits for another one, which may be writing a snapshot, in seconds."""
+
+    @model_validator(mode="after")
+    def _check_expert_ranks(self) -> Self:
+        self.check_expert_ranks(self.ranks)
+        return self
 
     @property
     def numerics(self) -> dict[str, str | int]:

@@ -119,6 +119,8 @@ picks]; whether the router itself prefers others, bool [tokens]. A dense layer h
 """
 RunLayer = Callable[[int, Tensor, Batch, Rotary], LayerOutput]
 """Computes the layer of a number from hidden states."""
+Mixture = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""`Recipe.mixture` of one layer's experts: from rows, shares and chosen experts."""
 
 
 def score(
@@ -166,8 +168,11 @@ def decoder_layer(
     hidden: Tensor,
     batch: Batch,
     rotary: Rotary,
+    mixture: Mixture | None = None,
 ) -> LayerOutput:
-    """Layer `index` over flat hidden states [tokens, hidden]. leaves: at least those of this layer."""
+    """Layer `index` over flat hidden states [tokens, hidden]. leaves: at least those of this layer; with `mixture`,
+    which computes the experts, theirs are not needed.
+    """
     places, recipe = _places(config, index, batch), recipe_of(config)
     weights = _Layer(leaves, f"model.layers.{index}.")
     rows = None if isinstance(places, slice) else places
@@ -175,7 +180,7 @@ def decoder_layer(
     if "mlp.gate" not in weights:
         return _mlp(recipe, weights, config, hidden), None, None, None, False
     recorded = None if batch.routed is None else batch.routed[places, index]
-    choice, hidden = _experts(recipe, weights, config, hidden, recorded)
+    choice, hidden = _experts(recipe, weights, config, hidden, recorded, mixture or _mixture(recipe, weights))
     return hidden, choice.logits, choice.probabilities, choice.experts, choice.differs
 
 
@@ -290,8 +295,18 @@ def _choose(logits: Tensor, picks: int, recorded: Tensor | None) -> _Choice:
     return _Choice(logits, probabilities, probabilities.gather(1, experts), experts, differs)
 
 
+def _mixture(recipe: Recipe, weights: _Layer) -> Mixture:
+    experts = Experts(*(weights[f"mlp.experts.{name}_proj"] for name in ("gate", "up", "down")))
+    return functools.partial(recipe.mixture, experts=experts)
+
+
 def _experts(
-    recipe: Recipe, weights: _Layer, config: Mapping[str, Any], hidden: Tensor, recorded: Tensor | None
+    recipe: Recipe,
+    weights: _Layer,
+    config: Mapping[str, Any],
+    hidden: Tensor,
+    recorded: Tensor | None,
+    mixture: Mixture,
 ) -> tuple[_Choice, Tensor]:
     """(experts in use, residual mixture of them) over [tokens, hidden]. recorded: see `_choose`."""
     normed = _norm(recipe, hidden, weights["post_attention_layernorm"], config["rms_norm_eps"])
@@ -299,8 +314,7 @@ def _experts(
     shares = choice.shares
     if config["norm_topk_prob"]:
         shares = shares / shares.sum(-1, keepdim=True)
-    experts = Experts(*(weights[f"mlp.experts.{name}_proj"] for name in ("gate", "up", "down")))
-    return choice, hidden + recipe.mixture(normed, shares, choice.experts, experts)
+    return choice, hidden + mixture(normed, shares, choice.experts)
 
 
 def _replay(batch: Batch, rerouted: Tensor) -> Replay | None:

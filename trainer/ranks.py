@@ -28,10 +28,15 @@ class Ranks:
     """This process among those of its job, and its device; by default alone, on the CPU."""
 
     def __init__(
-        self, rank: int = 0, count: int = 1, device: torch.device = CPU, group: dist.ProcessGroup | None = None
+        self,
+        rank: int = 0,
+        count: int = 1,
+        device: torch.device = CPU,
+        group: dist.ProcessGroup | None = None,
+        timeout: timedelta | None = None,
     ) -> None:
-        """group: through which the ranks communicate; torch's default group if None."""
-        self.rank, self.count, self.device, self._group = rank, count, device, group
+        """group: through which the ranks communicate; torch's default group if None. timeout: see `join_ranks`."""
+        self.rank, self.count, self.device, self._group, self._timeout = rank, count, device, group, timeout
         self.aside = self
         """The same ranks for a thread of its own beside the one that trains."""
 
@@ -83,6 +88,16 @@ class Ranks:
         """Wait until every rank is here. Raises RanksLost."""
         self.total(0.0)
 
+    def divide(self, size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+        """(this rank's group of `size` consecutive ranks, ranks of the same place in all groups). size divides the
+        count. All ranks must call it. Raises RanksLost.
+        """
+        near = [list(range(start, start + size)) for start in range(0, self.count, size)]
+        far = [list(members) for members in zip(*near, strict=True)]
+        with losing_ranks(self):
+            groups = [[dist.new_group(each, timeout=self._timeout) for each in lists] for lists in (near, far)]
+        return groups[0][self.rank // size], groups[1][self.rank % size]
+
     def _sum(self, tensor: Tensor) -> None:
         if self.count > 1:
             with losing_ranks(self):
@@ -131,7 +146,7 @@ def join_ranks(expected: int, timeout_s: float, *, group: bool = False, device: 
     except RuntimeError as error:
         raise RanksLost(rank, count, str(error).splitlines()[0]) from None
     try:
-        ranks = Ranks(rank, count, device)
+        ranks = Ranks(rank, count, device, timeout=limit)
         with losing_ranks(ranks):
             ranks.aside = Ranks(rank, count, device, dist.new_group(backend="gloo", timeout=limit))
         yield ranks

@@ -103,6 +103,7 @@ def workload(experiment: Experiment, config: Mapping[str, Any]) -> Workload:
         backend=where.backend,
         ranks=where.processes,
         stage=where.stage,
+        expert_ranks=where.expert_ranks,
         recompute=where.activation_checkpointing,
         cuda=where.gpus > 0,
     )

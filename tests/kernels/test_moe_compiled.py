@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +13,8 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from triplane_kernels.moe import BF16, Recipe
 from triplane_kernels.moe_module import ExpertLayer
+
+from tests.torchrun import torchrun
 
 TRAINS_ALIKE = Path(__file__).parent / "moe_ranks.py"
 
@@ -75,9 +74,4 @@ def test_a_sharded_layer_computes_the_same(one_rank: None, recipe: Recipe) -> No
 
 @pytest.mark.slow
 def test_two_ranks_train_the_layer_that_one_trains(tmp_path: Path) -> None:
-    # Else ranks wait for the machine's own name to resolve, which not every network does.
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=localhost"]
-    command = [*run, "--nproc-per-node=2", str(TRAINS_ALIKE)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, env=environment)
-    assert done.returncode == 0 and "the same on 2 ranks" in done.stdout, done.stdout + done.stderr
+    assert "the same on 2 ranks" in torchrun(TRAINS_ALIKE, 2, tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from trainer_world import QUICKSTART, World
 from contracts.artifacts import Artifact, ArtifactRef, open_artifact
 from contracts.checkpoints import WEIGHTS
 from contracts.tensor_files import TensorFiles
+from tests.torchrun import torchrun
 from trainer.config import RlJob, SftJob, parse_job
 from trainer.errors import TrainingConfigError
 from trainer.result import TrainResult
@@ -87,7 +89,12 @@ def test_one_process_of_fsdp2_trains_as_the_default_backend(world: World) -> Non
     assert {n: (t.dtype, t.shape) for n, t in one.items()} == {n: (t.dtype, t.shape) for n, t in other.items()}
 
 
-BACKENDS = {"fsdp2": FSDP2, **{f"zero{stage}": {"backend": "deepspeed", "zero_stage": stage} for stage in (1, 2, 3)}}
+EXPERTS = FSDP2 | {"expert_ranks": 2}
+BACKENDS = {
+    "fsdp2": FSDP2,
+    "experts": EXPERTS,
+    **{f"zero{stage}": {"backend": "deepspeed", "zero_stage": stage} for stage in (1, 2, 3)},
+}
 
 
 @pytest.mark.slow
@@ -99,9 +106,17 @@ def test_the_gradient_is_that_of_one_process_on_any_number_of_ranks(world: World
     assert whole is not None
     expected = moments(world, whole.trainer_state)
     assert float(expected.norm()) > 0
-    for count in (1, 2, 4):
-        job = with_backend(policy_job(world, base, f"shared-{count}"), count, **BACKENDS[backend])
+    spreads = [(count, BACKENDS[backend]) for count in (1, 2, 4)]
+    if backend == "experts":
+        spreads = [(2, EXPERTS), (4, EXPERTS), (4, EXPERTS | {"expert_ranks": 4})]
+    for number, (count, settings) in enumerate(spreads):
+        job = with_backend(policy_job(world, base, f"shared-{number}"), count, **settings)
         assert difference(moments(world, run_in_ranks(job)["trainer_state"]), expected) < 1e-5
+
+
+@pytest.mark.slow
+def test_ranks_that_divide_experts_compute_the_mixture_of_one_rank(tmp_path: Path) -> None:
+    assert torchrun(Path(__file__).parent / "expert_ranks.py", 2, tmp_path).count("the same: ") == 9
 
 
 @pytest.mark.slow
@@ -130,6 +145,7 @@ def test_a_state_continues_on_any_backend_and_number_of_ranks(world: World) -> N
     for name, backend, count in (
         ("torch", {}, 1),
         ("fsdp2", FSDP2, 3),
+        ("experts", EXPERTS, 2),
         *((f"zero{stage}", BACKENDS[f"zero{stage}"], stage) for stage in (1, 2, 3)),
     ):
         config = STILL | moving | {"optimizer_steps": 1}
@@ -178,7 +194,7 @@ def test_gradients_of_a_minibatch_that_corrections_drop_are_forgotten(world: Wor
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["fsdp2", "zero3"])
+@pytest.mark.parametrize("backend", ["fsdp2", "experts", "zero3"])
 def test_recomputed_activations_change_no_bit(world: World, backend: str) -> None:
     digests = set()
     for recompute in (False, True):
@@ -209,6 +225,8 @@ def test_a_killed_job_of_fsdp2_continues_from_the_snapshot_that_its_ranks_wrote(
         ({"backend": "fsdp2", "zero_stage": 1}, "zero_stage 1 needs backend deepspeed, not fsdp2: remove it"),
         ({"activation_checkpointing": True}, "activation_checkpointing needs backend fsdp2 or deepspeed, not torch"),
         ({"backend": "megatron"}, "backend"),
+        ({"expert_ranks": 2}, "expert_ranks 2 needs backend fsdp2, not torch: remove it"),
+        (EXPERTS, "expert_ranks 2 does not divide the 1 training processes: set it to a divisor"),
     ],
 )
 def test_settings_that_a_backend_lacks_are_refused(world: World, fields: dict[str, Any], words: str) -> None:

@@ -17,7 +17,7 @@ from contracts.supports import Supports, supports_of
 from resources.experiment import load_experiment
 from tests.trainer.test_trainer_rl import base, own_dataset
 from trainer.data import ScoredSequence, make_batch
-from trainer.errors import TrainingMemoryError
+from trainer.errors import TrainingConfigError, TrainingMemoryError
 from trainer.model import score
 from trainer.model_config import ModelConfig
 from trainer.parameters import Parameters, draw_masters
@@ -111,6 +111,11 @@ def test_sharded_backends_hold_their_share() -> None:
     assert one[weights] == two[weights] == pytest.approx(4 * three[weights], rel=1e-3)
     plain, less = (plan_training(Workload(config, batch, "fsdp2", 4, recompute=each)) for each in (False, True))
     assert less.at_peak["activations"] < plain.at_peak["activations"]
+    apart = plan_training(Workload(config, batch, "fsdp2", 4, expert_ranks=4))
+    assert apart.at_peak["gathered weights"] < plain.at_peak["gathered weights"]
+    assert apart.at_peak["masters"] == plain.at_peak["masters"]
+    with pytest.raises(TrainingConfigError, match=r"expert_ranks 3 does not divide the model's 4 experts"):
+        plan_training(Workload(config, batch, "fsdp2", 3, expert_ranks=3))
 
 
 def test_quickstart_fits_a_small_laptop() -> None:

@@ -182,6 +182,9 @@ def test_a_checkpoint_of_another_family_is_refused(tmp_path: Path) -> None:
         read_weights(directory)
 
 
+DIVIDED = {"backend": "fsdp2", "ranks": 2, "expert_ranks": 2}
+
+
 def test_settings_of_a_mixture_of_experts_are_refused_for_a_dense_model(world: World) -> None:
     job = world.sft_job(router_balance=0.1).model_copy(update={"model": MODELS["qwen3"]})
     said = "router_balance is 0.1, but the checkpoint is a dense qwen3 model without experts: leave it out"
@@ -191,9 +194,17 @@ def test_settings_of_a_mixture_of_experts_are_refused_for_a_dense_model(world: W
         {"base": {"model": {"family": "qwen3"}}, "trainer": {"router_balance": 0.1}},
         {"base": {"model": {"family": "llama"}, "sft": {"router_balance": 0.1}}},
         {"base": {"model": {"family": "llama"}}, "rollouts": {"record_routing": True}},
+        {"base": {"model": {"family": "qwen3"}}, "trainer": {"launcher": DIVIDED}},
     ):
         with pytest.raises(ExperimentError, match=r"has no experts: leave it out"):
             parse_experiment({"name": "dense", **change})
+
+
+def test_experts_that_ranks_cannot_divide_are_refused_before_anything_runs() -> None:
+    for ranks, fault in ((2, "divide the model's 3 experts"), (3, "divide the 2 training processes")):
+        launcher = {**DIVIDED, "expert_ranks": ranks}
+        with pytest.raises(ExperimentError, match=f"expert_ranks {ranks} does not {fault}"):
+            parse_experiment({"name": "e", "base": {"model": {"experts": 3}}, "trainer": {"launcher": launcher}})
 
 
 def copy_dataset(world: World) -> Artifact:

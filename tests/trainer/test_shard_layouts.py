@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.backends.deepspeed import _layout_1, _layout_3
+from trainer.backends.fsdp2 import ranges_by_rank
 from trainer.backends.sharded import rows_by_rank
 from trainer.backends.shards import owners_of, parts_of, shard_of
 
@@ -27,6 +28,16 @@ def test_rows_are_cut_as_torch_cuts_them(shape: tuple[int, ...], count: int) -> 
     assert covers(ranges, math.prod(shape))
     chunks = [chunk.numel() for chunk in torch.zeros(shape).chunk(count)]
     assert [end - start for start, end in ranges] == chunks + [0] * (count - len(chunks))
+
+
+@given(experts=st.integers(1, 4), groups=COUNTS, parts=COUNTS)
+def test_ranks_hold_their_part_of_the_experts(experts: int, groups: int, parts: int) -> None:
+    stack = torch.arange(experts * parts * 3).view(-1, 3)
+    ranges = ranges_by_rank((experts * parts, 3), groups * parts, parts)
+    for rank, (start, end) in enumerate(ranges):
+        own = stack.chunk(parts)[rank % parts].chunk(groups)
+        wanted = own[rank // parts].flatten().tolist() if rank // parts < len(own) else []
+        assert stack.flatten()[start:end].tolist() == wanted
 
 
 @given(sizes=st.lists(st.integers(1, 30), min_size=1, max_size=6), count=COUNTS, gap=st.integers(0, 3))

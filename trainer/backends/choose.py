@@ -44,7 +44,7 @@ def open_backend(
         # Imported here: it takes a second, and the default backend never needs it.
         from trainer.backends.fsdp2 import Fsdp2Backend
 
-        return Fsdp2Backend(config, masters, rule, ranks, store, recompute=recompute)
+        return Fsdp2Backend(config, masters, rule, ranks, store, recompute=recompute, expert_ranks=kind.expert_ranks)
     from trainer.backends.deepspeed import DeepSpeedBackend
 
     return DeepSpeedBackend(config, masters, rule, ranks, store, stage=kind.stage, recompute=recompute)

@@ -2,27 +2,32 @@
 
 Each parameter is cut along its first dimension: experts into whole experts, matrices into rows. A layer's masters are
 gathered for its forward and again for its backward pass, and freed after each. Gradients are summed in float32 onto the
-parts. Sources: arXiv:2304.11277 (FSDP), torch.distributed.fsdp.fully_shard (FSDP2).
+parts. With expert parallelism a layer's experts are a unit of their own, which is only gathered among the ranks that
+compute the same experts; with as many expert ranks as ranks it never is.
+
+Sources: arXiv:2304.11277 (FSDP), torch.distributed.fsdp.fully_shard (FSDP2).
 """
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from contracts.architectures import parameter_shapes
 from contracts.store import Store
 from trainer.backends.base import Rule
-from trainer.backends.policy import Policy, as_scores
+from trainer.backends.policy import EXPERTS, Layer, Policy, as_scores
 from trainer.backends.sharded import ShardedBackend, rows_by_rank
 from trainer.backends.shards import ShardedOptimizer, shard_of
+from trainer.config import require_divisor
 from trainer.model import Batch, Scores
 from trainer.ranks import Ranks
 
@@ -42,25 +47,32 @@ class Fsdp2Backend(ShardedBackend):
         store: Store,
         *,
         recompute: bool = False,
+        expert_ranks: int = 1,
     ) -> None:
-        """masters: float32, read one at a time, of which this rank keeps its parts. recompute: see `Policy`."""
+        """masters: float32, read one at a time, of which this rank keeps its parts. recompute: see `Policy`.
+        expert_ranks: consecutive ranks that divide each layer's experts.
+
+        Raises TrainingConfigError if expert_ranks does not divide the number of experts.
+        """
         super().__init__(config, rule, ranks, store)
         shapes = parameter_shapes(dict(config))
+        require_divisor(config.get("num_experts"), expert_ranks)
+        kind = ranks.device.type
+        near, far = ranks.divide(expert_ranks) if expert_ranks > 1 else (None, None)
         with torch.device("meta"):
-            self._policy = Policy(config, shapes, recompute=recompute)
-        mesh = init_device_mesh(ranks.device.type, (ranks.count,))
-        for module in (*self._policy.layers, self._policy):
-            # the outermost unit too is freed after forward: an evaluation would otherwise leave old weights in use
-            fully_shard(module, mesh=mesh, reshard_after_forward=True)
-            assert isinstance(module, FSDPModule)
-            # sums, which gloo and NCCL both have, in place of means
-            module.set_force_sum_reduction_for_comms(True)
-            module.set_gradient_divide_factor(1.0)
+            own = {name: _own_shape(name, shape, expert_ranks) for name, shape in shapes.items()}
+            self._policy = Policy(config, own, recompute=recompute, expert_group=near)
+        mesh = init_device_mesh(kind, (ranks.count,))
+        for layer in self._policy.layers:
+            if far is not None and isinstance(layer, Layer) and layer.experts is not None:
+                _shard(layer.experts, DeviceMesh.from_group(far, kind))
+            _shard(layer, mesh)
+        _shard(self._policy, mesh)
         self._policy.to_empty(device=ranks.device)
         self._parameters = self._policy.named()
         for name, shape in shapes.items():
-            local = _local(self._parameters[name])
-            self.shards.append(shard_of(name, shape, rows_by_rank(shape, ranks.count), local))
+            ranges = ranges_by_rank(shape, ranks.count, expert_ranks if EXPERTS in name else 1)
+            self.shards.append(shard_of(name, shape, ranges, _local(self._parameters[name])))
         self.optimizer = ShardedOptimizer(self.shards, rule, ranks)
         self.load_weights(masters)
 
@@ -84,6 +96,29 @@ class Fsdp2Backend(ShardedBackend):
 
     def _publish_masters(self) -> None:
         """Nothing to do: the parts in `shards` are those that are gathered."""
+
+
+def ranges_by_rank(shape: tuple[int, ...], count: int, parts: int) -> list[tuple[int, int]]:
+    """Ranges of elements that `count` ranks hold if consecutive ranks divide the first dimension into `parts`, and the
+    ranks that have the same part divide it further.
+    """
+    size = math.prod(shape) // parts
+    within = rows_by_rank((shape[0] // parts, *shape[1:]), count // parts)
+    return [(part * size + start, part * size + end) for start, end in within for part in range(parts)]
+
+
+def _own_shape(name: str, shape: tuple[int, ...], expert_ranks: int) -> tuple[int, ...]:
+    return (shape[0] // expert_ranks, *shape[1:]) if EXPERTS in name else shape
+
+
+def _shard(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Make the module a unit whose parameters are divided among the ranks of `mesh`, and its gradients summed."""
+    # the outermost unit too is freed after forward: an evaluation would otherwise leave old weights in use
+    fully_shard(module, mesh=mesh, reshard_after_forward=True)
+    assert isinstance(module, FSDPModule)
+    # sums, which gloo and NCCL both have, in place of means
+    module.set_force_sum_reduction_for_comms(True)
+    module.set_gradient_divide_factor(1.0)
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -9,53 +9,97 @@ of its master (straight through).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from contracts.checkpoints import is_quantized
 from contracts.precision import Forward, exported_forward
+from trainer.backends.expert_parallel import exchanged_mixture
 from trainer.model import Batch, LayerOutput, Replay, Rotary, Routing, Scores, decoder_layer, score
 from trainer.parameters import dequantize_stack, quantize_stack
+from trainer.recipes import recipe_of
+from trainer.recipes.base import Experts
 
 Outputs = tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...] | None, Replay | None]
 """`Scores` without nesting, in which the backends' hooks find the tensors."""
 
 
-class Policy(nn.Module):
-    """The whole model. Its own parameters are the embedding, the last norm and the output head."""
+EXPERTS = ".mlp.experts."
+"""Part of the names of experts' parameters."""
+Shapes = Mapping[str, tuple[int, ...]]
+"""Parameter name -> shape."""
 
-    def __init__(self, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], *, recompute: bool) -> None:
-        """Parameters are uninitialized, on torch's default device.
 
-        recompute: compute each layer again in backward instead of keeping its activations.
-        """
+class _Unit(nn.Module):
+    """Parameters that a backend gathers together."""
+
+    def __init__(self, config: Mapping[str, Any], shapes: Shapes) -> None:
+        """shapes: of the unit's own parameters. They are uninitialized, on torch's default device."""
         super().__init__()
         self._config, self._forward = config, exported_forward(dict(config))
+        self._own = {name.replace(".", "__"): name for name in shapes}
+        for attribute, name in self._own.items():
+            self.register_parameter(attribute, nn.Parameter(torch.empty(shapes[name])))
+
+    def named(self) -> dict[str, nn.Parameter]:
+        """Parameters by their names in a checkpoint."""
+        return {name: getattr(self, attribute) for attribute, name in self._own.items()}
+
+    def leaves(self) -> dict[str, Tensor]:
+        """What the forward pass reads of the unit's own parameters."""
+        return {name: leaf_of(name, getattr(self, attribute), self._forward) for attribute, name in self._own.items()}
+
+    def rounds(self, name: str) -> bool:
+        """Whether the leaf of a parameter differs from its master."""
+        return rounds(name, self._forward)
+
+    def leaf(self, name: str) -> Tensor:
+        """Leaf of one of the unit's own parameters, made again, without gradient."""
+        with torch.no_grad():
+            return leaf_of(name, getattr(self, name.replace(".", "__")), self._forward)
+
+
+class Policy(_Unit):
+    """The whole model. Its own parameters are the embedding, the last norm and the output head."""
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        shapes: Shapes,
+        *,
+        recompute: bool,
+        expert_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """shapes: of this rank's parameters.
+
+        recompute: compute each layer again in backward instead of keeping its activations. expert_group: ranks that
+        divide the experts of each layer; `shapes` then has this rank's alone. None: each rank computes all experts.
+        """
         count = config["num_hidden_layers"]
         prefixes = [f"model.layers.{index}." for index in range(count)]
-        within = {prefix: [name for name in shapes if name.startswith(prefix)] for prefix in prefixes}
-        self._own = _register(self, set(shapes) - {name for names in within.values() for name in names}, shapes)
+        within = [{name: shapes[name] for name in shapes if name.startswith(prefix)} for prefix in prefixes]
+        super().__init__(config, {name: shapes[name] for name in shapes if not any(name in each for each in within)})
         self.layers = nn.ModuleList(
-            Layer(config, index, {name: shapes[name] for name in within[prefix]}, recompute)
-            for index, prefix in enumerate(prefixes)
+            Layer(config, index, each, recompute, expert_group) for index, each in enumerate(within)
         )
 
     def forward(self, batch: Batch, temperature: float, routing: bool) -> Outputs:
         """`trainer.model.score`, whose result `as_scores` restores."""
-        leaves = {name: leaf_of(name, getattr(self, attribute), self._forward) for attribute, name in self._own.items()}
-        found = score(leaves, self._config, batch, temperature, routing=routing, run=self._run_layer)
+        found = score(self.leaves(), self._config, batch, temperature, routing=routing, run=self._run_layer)
         routing_ = found.routing
         sums = None if routing_ is None else (routing_.counts, routing_.probabilities, routing_.squares)
         # no view: FSDP2 warns of those
         return found.logprobs.clone(), found.entropy, found.hidden, sums, found.replay
 
     def named(self) -> dict[str, nn.Parameter]:
-        """Parameters by their names in a checkpoint."""
-        found = {name: getattr(self, attribute) for attribute, name in self._own.items()}
+        """See _Unit.named."""
+        found = super().named()
         for layer in self.layers:
             assert isinstance(layer, Layer)
             found |= layer.named()
@@ -66,20 +110,26 @@ class Policy(nn.Module):
         return output
 
 
-class Layer(nn.Module):
+class Layer(_Unit):
     """One decoder layer."""
 
     def __init__(
-        self, config: Mapping[str, Any], index: int, shapes: Mapping[str, tuple[int, ...]], recompute: bool
+        self,
+        config: Mapping[str, Any],
+        index: int,
+        shapes: Shapes,
+        recompute: bool,
+        expert_group: dist.ProcessGroup | None,
     ) -> None:
-        super().__init__()
-        self._config, self._index, self._recompute = config, index, recompute
-        self._forward = exported_forward(dict(config))
-        self._own = _register(self, shapes, shapes)
+        """See `Policy`. shapes: of the layer's parameters."""
+        inside = {name: shapes[name] for name in shapes if EXPERTS in name and expert_group is not None}
+        super().__init__(config, {name: shapes[name] for name in shapes if name not in inside})
+        self._index, self._recompute = index, recompute
+        self.experts = LayerExperts(config, inside, recompute, expert_group) if expert_group and inside else None
 
     def named(self) -> dict[str, nn.Parameter]:
-        """Parameters by their names in a checkpoint."""
-        return {name: getattr(self, attribute) for attribute, name in self._own.items()}
+        """See _Unit.named."""
+        return super().named() | (self.experts.named() if self.experts is not None else {})
 
     def forward(self, hidden: Tensor, batch: Batch, rotary: Rotary) -> LayerOutput:
         """See `trainer.model.decoder_layer`."""
@@ -88,24 +138,31 @@ class Layer(nn.Module):
         if self._recompute:
             output: LayerOutput = checkpoint(self._body, hidden, batch, rotary, use_reentrant=False)
             return output
-        leaves = self._leaves()
+        leaves = self.leaves()
         with _Forgotten(self, leaves):
-            return decoder_layer(leaves, self._config, self._index, hidden, batch, rotary)
+            return decoder_layer(leaves, self._config, self._index, hidden, batch, rotary, self.experts)
 
     def _body(self, hidden: Tensor, batch: Batch, rotary: Rotary) -> LayerOutput:
-        return decoder_layer(self._leaves(), self._config, self._index, hidden, batch, rotary)
+        return decoder_layer(self.leaves(), self._config, self._index, hidden, batch, rotary, self.experts)
 
-    def _leaves(self) -> dict[str, Tensor]:
-        return {name: leaf_of(name, getattr(self, attribute), self._forward) for attribute, name in self._own.items()}
 
-    def rounds(self, name: str) -> bool:
-        """Whether the leaf of a parameter differs from its master."""
-        return rounds(name, self._forward)
+class LayerExperts(_Unit):
+    """This rank's experts of one layer."""
 
-    def leaf(self, name: str) -> Tensor:
-        """Leaf of one parameter, made again, without gradient."""
-        with torch.no_grad():
-            return leaf_of(name, getattr(self, _attribute(name)), self._forward)
+    def __init__(self, config: Mapping[str, Any], shapes: Shapes, recompute: bool, group: dist.ProcessGroup) -> None:
+        """See `Policy`. shapes: of this rank's experts."""
+        super().__init__(config, shapes)
+        self._recompute, self._group = recompute, group
+
+    def forward(self, rows: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
+        """See `exchanged_mixture`."""
+        leaves = self.leaves()
+        stacks = {name.split(".")[-2]: leaf for name, leaf in leaves.items()}
+        experts = Experts(*(stacks[f"{name}_proj"] for name in ("gate", "up", "down")))
+        # a layer that is computed again saves nothing
+        saves = torch.is_grad_enabled() and not self._recompute
+        with _Forgotten(self, leaves) if saves else nullcontext():
+            return exchanged_mixture(recipe_of(self._config), rows, shares, chosen, experts, self._group)
 
 
 class _Forgotten(torch.autograd.graph.saved_tensors_hooks):
@@ -113,8 +170,8 @@ class _Forgotten(torch.autograd.graph.saved_tensors_hooks):
     backward.
     """
 
-    def __init__(self, layer: Layer, leaves: Mapping[str, Tensor]) -> None:
-        places = {leaf.untyped_storage().data_ptr(): name for name, leaf in leaves.items() if layer.rounds(name)}
+    def __init__(self, unit: _Unit, leaves: Mapping[str, Tensor]) -> None:
+        places = {leaf.untyped_storage().data_ptr(): name for name, leaf in leaves.items() if unit.rounds(name)}
 
         def pack(tensor: Tensor) -> Any:
             name = places.get(tensor.untyped_storage().data_ptr())
@@ -126,7 +183,7 @@ class _Forgotten(torch.autograd.graph.saved_tensors_hooks):
             if isinstance(saved, Tensor):
                 return saved
             name, *view = saved
-            return layer.leaf(name).as_strided(*view)
+            return unit.leaf(name).as_strided(*view)
 
         super().__init__(pack, unpack)
 
@@ -164,16 +221,3 @@ def as_scores(outputs: Outputs) -> Scores:
     logprobs, entropy, hidden, sums, replay = outputs
     routing = None if sums is None else Routing(*sums)
     return Scores(logprobs, entropy, routing, hidden, replay)
-
-
-def _attribute(name: str) -> str:
-    return name.replace(".", "__")
-
-
-def _register(module: nn.Module, names: Iterable[str], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
-    """Register a parameter for each name, in the order of `shapes`. Returns attribute -> name."""
-    chosen = set(names)
-    found = {_attribute(name): name for name in shapes if name in chosen}
-    for attribute, name in found.items():
-        module.register_parameter(attribute, nn.Parameter(torch.empty(shapes[name])))
-    return found

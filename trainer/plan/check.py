@@ -56,6 +56,7 @@ def _plan_iteration(job: RlJob, store: Store) -> Plan:
             backend=job.backend,
             ranks=job.ranks,
             stage=job.stage,
+            expert_ranks=job.expert_ranks,
             recompute=job.activation_checkpointing,
             resumed=state["optimizer"] == "adamw",
             cuda=job.device == "cuda",

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from contracts.episodes import TokenRole
+from trainer.config import require_divisor
 from trainer.errors import TrainingConfigError
 from trainer.plan.activations import Batch
 from trainer.plan.shapes import Shapes
@@ -33,6 +34,8 @@ class Workload:
     ranks: int = 1
     stage: int = 2
     """ZeRO stage; DeepSpeed only."""
+    expert_ranks: int = 1
+    """Ranks that divide each layer's experts; FSDP2 only."""
     recompute: bool = False
     """Whether the backward pass computes each layer again (activation checkpointing)."""
     resumed: bool = True
@@ -43,6 +46,7 @@ class Workload:
 def plan_training(work: Workload) -> Plan:
     """Memory of one rank. Raises SchemaError for a config.json of another model family, TrainingConfigError."""
     shapes = Shapes.of(work.config)
+    require_divisor(shapes.model.experts, work.expert_ranks)
     if work.backend == "torch":
         tape = plan_torch(shapes, work.batch, moments=ADAMW, resumed=work.resumed, cuda=work.cuda)
     elif work.backend in ("fsdp2", "deepspeed"):
@@ -55,6 +59,7 @@ def plan_training(work: Workload) -> Plan:
             recompute=work.recompute,
             cuda=work.cuda,
             deepspeed=work.backend == "deepspeed",
+            expert_ranks=work.expert_ranks,
         )
     else:
         raise TrainingConfigError(f"backend {work.backend} has no memory plan: use torch, fsdp2 or deepspeed")

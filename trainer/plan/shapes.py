@@ -29,6 +29,8 @@ class Shapes:
     """The quantized ones by matrix shape, and the plain one."""
     layer: int
     """Parameters of one decoder layer."""
+    experts: int
+    """Those of a layer's experts, which are in `layer`, too."""
     outside: int
     """Parameters outside the layers: embedding, last norm, output head."""
     largest: int
@@ -43,10 +45,13 @@ class Shapes:
             own = groups.setdefault(shape[-2:] if is_quantized(name) else (), [0, 0])
             own[0] += math.prod(shape)
             own[1] += _blocks(shape) if is_quantized(name) else 0
-        layer = sum(math.prod(shape) for name, shape in shapes.items() if name.startswith("model.layers.0."))
+        first = {name: math.prod(shape) for name, shape in shapes.items() if name.startswith("model.layers.0.")}
+        layer = sum(first.values())
+        experts = sum(size for name, size in first.items() if ".experts." in name)
         found = tuple(Group(*sizes) for sizes in groups.values())
         total = sum(group.elements for group in found)
-        return cls(model, found, layer, total - layer * model.layers, max(map(math.prod, shapes.values())))
+        outside, largest = total - layer * model.layers, max(map(math.prod, shapes.values()))
+        return cls(model, found, layer, experts, outside, largest)
 
     @property
     def parameters(self) -> int:

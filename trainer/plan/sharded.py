@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from trainer.plan.activations import F32, Batch, experts_backward, experts_bytes, head_bytes, layer_bytes, saved_bytes
 from trainer.plan.shapes import Shapes
@@ -19,11 +20,21 @@ REDUCE_BUCKET = 500_000_000
 
 
 def plan_sharded(
-    shapes: Shapes, batch: Batch, *, ranks: int, stage: int, moments: int, recompute: bool, cuda: bool, deepspeed: bool
+    shapes: Shapes,
+    batch: Batch,
+    *,
+    ranks: int,
+    stage: int,
+    moments: int,
+    recompute: bool,
+    cuda: bool,
+    deepspeed: bool,
+    expert_ranks: int = 1,
 ) -> Tape:
     """stage: what is divided. 1: moments and masters, 2: gradients too, 3: weights too (as FSDP2 does).
 
     recompute: whether each layer is computed again in backward. deepspeed: whether DeepSpeed divides, else FSDP2.
+    expert_ranks: among how many ranks the experts of a layer are divided; tokens are assumed to be spread evenly.
     """
     bucket = F32 * (REDUCE_BUCKET if cuda else min(REDUCE_BUCKET, shapes.parameters)) if deepspeed else 0
     tape, share = Tape(cuda=cuda), F32 * shapes.parameters / ranks
@@ -43,7 +54,8 @@ def plan_sharded(
     with tape.brief("communication buffers", bucket if stage < 3 else 0):
         # of a single rank ZeRO 3 uses the parts in place, and FSDP2 copies a layer only when it computes
         gathered = min(2, shapes.model.layers) if ranks > 1 else int(not deepspeed)
-        _backward(tape, shapes, batch, gathered=gathered if stage == 3 else 0, recompute=recompute, cuda=cuda)
+        gathered = gathered if stage == 3 else 0
+        _backward(tape, shapes, batch, gathered, expert_ranks, recompute=recompute, cuda=cuda)
     tape.enter("step")
     if deepspeed and stage < 3:
         tape.hold("gradients", share if stage > 1 else F32 * shapes.parameters)
@@ -59,13 +71,21 @@ def plan_sharded(
     return tape
 
 
-def _backward(tape: Tape, shapes: Shapes, batch: Batch, *, gathered: int, recompute: bool, cuda: bool) -> None:
+def _backward(
+    tape: Tape, shapes: Shapes, batch: Batch, gathered: int, expert_ranks: int, *, recompute: bool, cuda: bool
+) -> None:
     """gathered: layers of which whole weights exist at a time, beside the embeddings."""
-    model, layer = shapes.model, F32 * shapes.layer
+    model, layer = shapes.model, F32 * (shapes.layer - shapes.experts + shapes.experts // expert_ranks)
     head, _, head_back = head_bytes(model, batch, cuda=cuda)
-    one = layer_bytes(model, batch)
-    saved = F32 * batch.tokens * model.hidden * model.layers + one if recompute else saved_bytes(model, batch)
-    stack = (model.experts or 1) * model.hidden * model.width
+    # results of other ranks' experts, which a layer keeps to weight them
+    sent = F32 * batch.tokens * model.experts_per_token * model.hidden if expert_ranks > 1 else 0
+    one = layer_bytes(model, batch) + sent
+    if recompute:
+        saved = F32 * batch.tokens * model.hidden * model.layers + one
+    else:
+        saved = saved_bytes(model, batch) + sent * model.layers
+    own = replace(model, experts=model.experts // expert_ranks)
+    stack = (own.experts or 1) * model.hidden * model.width
 
     @contextmanager
     def one_layer() -> Iterator[None]:
@@ -79,5 +99,5 @@ def _backward(tape: Tape, shapes: Shapes, batch: Batch, *, gathered: int, recomp
             tape.touch("logits", max(head, head_back))
         left = saved if recompute else saved - experts_bytes(model, batch.scored)
         with one_layer(), tape.brief("activations", left):
-            tape.touch("gradients in flight", layer + experts_backward(model, batch.tokens))
+            tape.touch("gradients in flight", layer + experts_backward(own, batch.tokens))
     tape.touch("gradients in flight", F32 * shapes.outside)
