@@ -48,6 +48,16 @@ class Adapter:
         """Factor of B @ A."""
         return self.alpha / self.rank
 
+    def adapts(self, name: str) -> bool:
+        """Whether the adapter changes the parameter `name`."""
+        return name.endswith(tuple(f".{target}{_WEIGHT}" for target in self.targets))
+
+    def factors_of(self, name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        """Name -> shape of A [rank, in] and B [out, rank] of an adapted parameter, experts before them."""
+        *experts, out, width = shape
+        first, second = factor_names(name)
+        return {first: (*experts, self.rank, width), second: (*experts, out, self.rank)}
+
     def as_json(self) -> dict[str, Any]:
         """Content of adapter_config.json."""
         return {
@@ -75,17 +85,15 @@ def factor_names(name: str) -> tuple[str, str]:
 
 def adapted_names(config: Mapping[str, Any], adapter: Adapter) -> list[str]:
     """Parameters of a model with this config.json that the adapter changes."""
-    endings = tuple(f".{target}{_WEIGHT}" for target in adapter.targets)
-    return [name for name in parameter_shapes(config) if name.endswith(endings)]
+    return [name for name in parameter_shapes(config) if adapter.adapts(name)]
 
 
 def factor_shapes(config: Mapping[str, Any], adapter: Adapter) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every A and B: [rank, in] and [out, rank], with the number of experts before them."""
-    shapes, found = parameter_shapes(config), dict[str, tuple[int, ...]]()
-    for name in adapted_names(config, adapter):
-        *experts, out, width = shapes[name]
-        first, second = factor_names(name)
-        found[first], found[second] = (*experts, adapter.rank, width), (*experts, out, adapter.rank)
+    """Name -> shape of every A and B: see `Adapter.factors_of`."""
+    found: dict[str, tuple[int, ...]] = {}
+    for name, shape in parameter_shapes(config).items():
+        if adapter.adapts(name):
+            found |= adapter.factors_of(name, shape)
     return found
 
 

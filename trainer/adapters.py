@@ -10,7 +10,7 @@ arXiv:2106.09685, section 4.1.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from contracts.adapters import (
     factor_names,
     factor_shapes,
 )
-from contracts.artifacts import ArtifactRef
+from contracts.artifacts import Artifact, ArtifactRef
 from trainer.errors import TrainingConfigError, TrainingDataError
 from trainer.parameters import PLAIN, Buffer, Parameters
 from trainer.tensors import read_tensor
@@ -55,6 +55,14 @@ class MergedLeaves(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._base)
+
+
+@dataclass(frozen=True)
+class AdaptedBase:
+    """A checkpoint whose weights stay as they are, and the adapter that is trained beside them."""
+
+    checkpoint: Artifact
+    adapter: Adapter
 
 
 @dataclass(kw_only=True)
@@ -114,10 +122,10 @@ def read_factors(directory: Path, config: Mapping[str, Any], adapter: Adapter) -
     return factors
 
 
-def adapter_tensors(parameters: AdaptedParameters) -> dict[str, Tensor]:
-    """Tensors of adapter_model.safetensors by name. They share the memory of `parameters`."""
+def adapter_tensors(factors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Tensors of adapter_model.safetensors by name. They share the memory of the factors."""
     tensors: dict[str, Tensor] = {}
-    for name, factor in parameters.masters():
+    for name, factor in factors:
         singles = exported_factors(name, tuple(factor.shape))
         tensors |= dict(zip(singles, factor if factor.dim() == 3 else [factor], strict=True))
     return tensors

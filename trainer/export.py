@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from contracts.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, FOLDER, read_adapter
+from contracts.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, FOLDER, Adapter, read_adapter
 from contracts.architectures import expert_names, parameter_shapes
 from contracts.artifacts import Artifact, ArtifactRef, ArtifactWriter
 from contracts.checkpoints import WEIGHTS, check_checkpoint, is_quantized
@@ -18,9 +18,10 @@ from contracts.failpoints import failpoint
 from contracts.precision import exported_forward
 from contracts.store import Store
 from contracts.tensor_files import TensorFiles
-from trainer.adapters import AdaptedParameters, adapter_tensors
+from contracts.tensor_parts import add_tensors, bytes_of
+from trainer.adapters import AdaptedBase, AdaptedParameters, adapter_tensors
 from trainer.errors import TrainingDataError
-from trainer.parameters import Buffer, Parameters
+from trainer.parameters import Buffer, Parameters, dequantize_stack
 from trainer.precision import precision_of
 from trainer.tensors import StagedTensors, read_tensor, save_tensors
 
@@ -38,7 +39,18 @@ class StagedWeights:
     tensors: StagedTensors
 
 
-Exportable = Parameters | StagedWeights
+@dataclass(frozen=True)
+class GatheredAdapter:
+    """Factors that the ranks of a job train, beside the weights of the checkpoint that they adapt."""
+
+    config: Mapping[str, Any]
+    """Content of config.json."""
+    base: AdaptedBase
+    factors: Mapping[str, Tensor]
+    """float32, one for each of `factor_shapes` on rank 0, none on the others."""
+
+
+Exportable = Parameters | StagedWeights | GatheredAdapter
 """What `publish_checkpoint` accepts."""
 
 
@@ -56,6 +68,30 @@ def checkpoint_tensors(parameters: Parameters) -> dict[str, Tensor]:
                 tensors[single] = codes
                 tensors[f"{single}_scale_inv"] = scales
     return tensors
+
+
+class StoredLeaves(Mapping[str, Tensor]):
+    """What the forward pass of an exported checkpoint reads: float32 [..., rows, columns] by parameter, experts
+    stacked. Each access reads one from the disk.
+    """
+
+    def __init__(self, directory: Path, config: Mapping[str, Any]) -> None:
+        self._files, self._shapes = TensorFiles(directory, WEIGHTS), parameter_shapes(dict(config))
+        self._quantized = exported_forward(dict(config)).quantized
+
+    def __getitem__(self, name: str) -> Tensor:
+        singles = expert_names(name, self._shapes[name])
+        stored = torch.stack([read_tensor(self._files, single) for single in singles])
+        if self._quantized and is_quantized(name):
+            scales = torch.stack([read_tensor(self._files, f"{single}_scale_inv") for single in singles])
+            stored = dequantize_stack(stored, scales)
+        return stored.float().reshape(self._shapes[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shapes)
+
+    def __len__(self) -> int:
+        return len(self._shapes)
 
 
 def load_checkpoint(directory: Path) -> Parameters:
@@ -94,12 +130,15 @@ def publish_checkpoint(
     digest.
     """
     with ArtifactWriter(store, "checkpoint", key, parents=parents, config=config, code_version=code_version) as out:
-        if isinstance(parameters, AdaptedParameters):
-            _add_adapter(out, parameters)
-            meta = {**meta, "adapter": asdict(parameters.adapter)}
-            parameters = parameters.base
-        tensors = parameters.tensors if isinstance(parameters, StagedWeights) else checkpoint_tensors(parameters)
-        save_tensors(out, WEIGHTS, tensors, METADATA)
+        if isinstance(parameters, GatheredAdapter):
+            meta = {**meta, **_add_adapter(out, parameters.base.adapter, parameters.factors.items())}
+            _copy_weights(out, parameters.base.checkpoint)
+        else:
+            if isinstance(parameters, AdaptedParameters):
+                meta = {**meta, **_add_adapter(out, parameters.adapter, parameters.masters())}
+                parameters = parameters.base
+            tensors = parameters.tensors if isinstance(parameters, StagedWeights) else checkpoint_tensors(parameters)
+            save_tensors(out, WEIGHTS, tensors, METADATA)
         failpoint("checkpoint-staged")
         out.add_json("config.json", parameters.config)
         out.add_json("generation_config.json", _generation_config(parameters.config))
@@ -132,11 +171,20 @@ def precision_facts(config: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _add_adapter(out: ArtifactWriter, parameters: AdaptedParameters) -> None:
-    """Write the adapter's files; the base beside it keeps its codes and scales."""
+def _add_adapter(
+    out: ArtifactWriter, adapter: Adapter, factors: Iterable[tuple[str, Tensor]]
+) -> dict[str, dict[str, Any]]:
+    """Write the adapter's files; the base beside it keeps its codes and scales. Returns the manifest's words on it."""
     (out.directory / FOLDER).mkdir()
-    save_tensors(out, f"{FOLDER}/{ADAPTER_WEIGHTS}", adapter_tensors(parameters), METADATA)
-    out.add_json(f"{FOLDER}/{ADAPTER_CONFIG}", parameters.adapter.as_json())
+    save_tensors(out, f"{FOLDER}/{ADAPTER_WEIGHTS}", adapter_tensors(factors), METADATA)
+    out.add_json(f"{FOLDER}/{ADAPTER_CONFIG}", adapter.as_json())
+    return {"adapter": asdict(adapter)}
+
+
+def _copy_weights(out: ArtifactWriter, checkpoint: Artifact) -> None:
+    """Write the weights of another checkpoint, one tensor at a time."""
+    files = TensorFiles(checkpoint.directory(), WEIGHTS)
+    add_tensors(out, WEIGHTS, files.forms, lambda name: bytes_of(files.tensor(name)), METADATA)
 
 
 def _matrices(buffer: Buffer, name: str) -> Iterator[tuple[str, Tensor, Tensor]]:

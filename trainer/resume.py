@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from contracts.adapters import Adapter, read_adapter
 from contracts.artifacts import Artifact, ArtifactRef
@@ -30,29 +33,45 @@ def open_parameters(
     adapter: to train in place of the weights. It continues the checkpoint's own, or begins at the base with factors
     drawn by `seed` and a fresh optimizer. Raises TrainingConfigError, TrainingDataError, SnapshotRefused.
     """
-    directory = begin.directory()
-    loaded = load_checkpoint(directory)
-    found = read_adapter(directory, loaded.config)
-    require_same_adapter(found, adapter, begin.ref)
-    forward = exported_forward(loaded.config)
+    loaded = load_checkpoint(begin.directory())
+    require_adaptable(begin, loaded.config, adapter)
+    snapshot = snapshots.latest(loaded.config, adapter) if snapshots else None
+    if snapshot is not None:
+        return with_masters(loaded, adapter, snapshot), snapshot
+    if adapter is not None:
+        factors, state = open_factors(begin, saved, loaded.config, adapter, seed)
+        return adapt(loaded, adapter, factors), state
+    state = load_state(saved, loaded.config)
+    return resume_parameters(loaded, state, begin.ref, saved.ref), state
+
+
+def require_adaptable(begin: Artifact, model: Mapping[str, Any], adapter: Adapter | None) -> None:
+    """Raise TrainingConfigError unless `adapter` can be trained beside checkpoint `begin`, which has this config.json.
+    None: all weights are trained.
+    """
+    require_same_adapter(read_adapter(begin.directory(), model), adapter, begin.ref)
+    forward = exported_forward(dict(model))
     if adapter is not None and forward.rounds:
         raise TrainingConfigError(
             f"adapters are merged in float32, but checkpoint {begin.ref.short} is of {forward}: use trainer.precision"
             " w8 or fp32 with float32 head and router"
         )
-    snapshot = snapshots.latest(loaded.config, adapter) if snapshots else None
-    if snapshot is not None:
-        return with_masters(loaded, adapter, snapshot), snapshot
-    state = load_state(saved, loaded.config, found)
-    if adapter is None:
-        return resume_parameters(loaded, state, begin.ref, saved.ref), state
+
+
+def open_factors(
+    begin: Artifact, saved: Artifact, model: Mapping[str, Any], adapter: Adapter, seed: int
+) -> tuple[dict[str, Tensor], TrainerState]:
+    """Factors to train beside checkpoint `begin`, and their state: the checkpoint's own, or fresh ones and a fresh
+    optimizer. Raises TrainingDataError.
+    """
+    found = read_adapter(begin.directory(), model)
+    state = load_state(saved, model, found, lazily=found is None)
     if found is None:
-        factors = draw_factors(loaded.config, adapter, seed)
-        own = {name: tensor for name, tensor in state.optimizer.items() if name.startswith(CRITIC)}
-        return adapt(loaded, adapter, factors), replace(state, optimizer=own, optimizer_name="none")
-    factors = read_factors(directory, loaded.config, adapter)
+        own = {name: state.optimizer[name] for name in state.optimizer if name.startswith(CRITIC)}
+        return draw_factors(model, adapter, seed), replace(state, masters={}, optimizer=own, optimizer_name="none")
+    factors = read_factors(begin.directory(), model, adapter)
     require_same_factors(factors, state.masters, begin.ref)
-    return adapt(loaded, adapter, factors), state
+    return factors, state
 
 
 def with_masters(base: Parameters, adapter: Adapter | None, state: TrainerState) -> Parameters:

@@ -9,9 +9,9 @@ from contracts.adapters import Adapter
 from contracts.artifacts import Artifact, open_artifact
 from contracts.chat import ChatTokenizer
 from contracts.store import Store
-from trainer.adapters import AdaptedParameters
+from trainer.adapters import AdaptedBase, AdaptedParameters
 from trainer.backends.base import Backend, Rule
-from trainer.backends.choose import open_backend, refuse_sharded_adapters
+from trainer.backends.choose import open_backend
 from trainer.backends.torch import TorchBackend
 from trainer.config import BackendConfig, SftJob
 from trainer.errors import TrainingConfigError
@@ -36,19 +36,22 @@ class SftStart:
     """Backend that trains."""
     adapter: Adapter | None = None
     """What is trained in place of the weights."""
+    begin: Artifact | None = None
+    """Checkpoint that the job starts from; None for a fresh model."""
     given: Parameters | None = None
-    """Those of the checkpoint that the job starts from; None for a fresh model."""
+    """Its weights."""
 
     def backend(self, snapshot: TrainerState | None, rule: Rule, ranks: Ranks, store: Store) -> Backend:
         """Backend with the weights of the snapshot to resume from, or of the begin; its optimizer is fresh."""
         if self.given is None or self.kind.backend != "torch":
             given = dict(self.given.masters()) if self.given else None
             masters = snapshot.masters if snapshot else given or draw_masters(self.model, self.seed)
-            return open_backend(self.kind, self.model, masters, rule, ranks, store)
+            base = AdaptedBase(self.begin, self.adapter) if self.begin and self.adapter else None
+            return open_backend(self.kind, self.model, masters, rule, ranks, store, base)
         if snapshot is None:
             return TorchBackend(self.given, rule, ranks)
-        base = self.given.base if isinstance(self.given, AdaptedParameters) else self.given
-        return TorchBackend(with_masters(base, self.adapter, snapshot), rule, ranks)
+        whole = self.given.base if isinstance(self.given, AdaptedParameters) else self.given
+        return TorchBackend(with_masters(whole, self.adapter, snapshot), rule, ranks)
 
 
 def read_start(job: SftJob, store: Store, tokenizer: Artifact) -> SftStart:
@@ -64,11 +67,10 @@ def read_start(job: SftJob, store: Store, tokenizer: Artifact) -> SftStart:
             " the demonstrations with the checkpoint's own"
         )
     adapter = job.lora.adapter if job.lora else None
-    refuse_sharded_adapters(job, adapter)
     parameters, _ = open_parameters(begin, open_artifact(store, job.trainer_state), adapter, job.seed)
     if precision_of(parameters.config) != job.precision:
         raise TrainingConfigError(
             f"job field precision is {job.precision.kind}, but checkpoint {begin.ref.short} is made by"
             f" {precision_of(parameters.config)}: set precision to that"
         )
-    return SftStart(parameters.config, job.seed, job, adapter, parameters)
+    return SftStart(parameters.config, job.seed, job, adapter, begin, parameters)

@@ -8,24 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from contracts.adapters import Adapter, read_adapter
-from contracts.architectures import expert_names
 from contracts.artifacts import Artifact
-from contracts.checkpoints import WEIGHTS, check_checkpoint, is_quantized
+from contracts.checkpoints import check_checkpoint
 from contracts.precision import exported_forward
 from contracts.store import Store
-from contracts.tensor_files import TensorFiles
-from trainer.adapters import require_same_adapter
+from trainer.adapters import AdaptedBase
 from trainer.backends.base import Backend, Rule
 from trainer.backends.torch import TorchBackend
 from trainer.config import BackendConfig, RlJob
-from trainer.errors import TrainingConfigError
-from trainer.parameters import Parameters, dequantize_stack
+from trainer.export import StoredLeaves
+from trainer.parameters import Parameters
 from trainer.ranks import Ranks
-from trainer.resume import open_parameters, refuse
+from trainer.resume import open_factors, open_parameters, refuse, require_adaptable
 from trainer.snapshots import Snapshots
 from trainer.state import TrainerState, load_state
-from trainer.tensors import read_tensor
 
 
 def open_backend(
@@ -35,19 +31,24 @@ def open_backend(
     rule: Rule,
     ranks: Ranks,
     store: Store,
+    base: AdaptedBase | None = None,
 ) -> Backend:
-    """A backend with these weights and a fresh optimizer. Raises TrainingConfigError if its library is missing."""
+    """A backend with these weights and a fresh optimizer. base: see `AdaptedBase`, then masters are the factors; not
+    for backend torch. Raises TrainingConfigError if its library is missing.
+    """
     if kind.backend == "torch":
+        assert base is None, "adapters of this backend are `AdaptedParameters`"
         return TorchBackend(Parameters.from_masters(dict(config), masters), rule, ranks)
     recompute = kind.activation_checkpointing
     if kind.backend == "fsdp2":
         # Imported here: it takes a second, and the default backend never needs it.
         from trainer.backends.fsdp2 import Fsdp2Backend
 
-        return Fsdp2Backend(config, masters, rule, ranks, store, recompute=recompute, expert_ranks=kind.expert_ranks)
+        experts = kind.expert_ranks
+        return Fsdp2Backend(config, masters, rule, ranks, store, base=base, recompute=recompute, expert_ranks=experts)
     from trainer.backends.deepspeed import DeepSpeedBackend
 
-    return DeepSpeedBackend(config, masters, rule, ranks, store, stage=kind.stage, recompute=recompute)
+    return DeepSpeedBackend(config, masters, rule, ranks, store, stage=kind.stage, base=base, recompute=recompute)
 
 
 def continue_backend(
@@ -59,39 +60,32 @@ def continue_backend(
     SnapshotRefused.
     """
     adapter = job.config.lora.adapter if job.config.lora else None
-    refuse_sharded_adapters(job, adapter)
     if job.backend == "torch":
         parameters, state = open_parameters(begin, saved, adapter, job.seed, snapshots)
         backend: Backend = TorchBackend(parameters, rule, ranks)
+        backend.restore(state).result()
+        return backend, state
+    model = check_checkpoint(begin.directory())
+    require_adaptable(begin, model, adapter)
+    snapshot = snapshots.latest(model, adapter, lazily=True)
+    base = AdaptedBase(begin, adapter) if adapter is not None else None
+    if snapshot is not None:
+        masters, state = snapshot.masters, snapshot
+    elif adapter is not None:
+        masters, state = open_factors(begin, saved, model, adapter, job.seed)
     else:
-        model = check_checkpoint(begin.directory())
-        require_same_adapter(read_adapter(begin.directory(), model), None, begin.ref)
-        found = snapshots.latest(model, lazily=True)
-        state = found or load_state(saved, model, lazily=True)
-        names = ranks.share(sorted(state.masters))
-        if found is None and ranks.largest(not all(_quantizes_to(begin, model, state, name) for name in names)):
+        state = load_state(saved, model, lazily=True)
+        masters = state.masters
+        if ranks.largest(not _quantize_to(begin, model, masters, ranks.share(sorted(masters)))):
             raise refuse(begin.ref, saved.ref)
-        backend = open_backend(job, model, state.masters, rule, ranks, store)
+    backend = open_backend(job, model, masters, rule, ranks, store, base)
     backend.restore(state).result()
     return backend, state
 
 
-def refuse_sharded_adapters(kind: BackendConfig, adapter: Adapter | None) -> None:
-    """Raise TrainingConfigError if a backend that shards weights is to train adapters."""
-    if adapter is not None and kind.backend != "torch":
-        raise TrainingConfigError(
-            f"backend {kind.backend} does not train LoRA adapters: use backend torch, or leave lora out"
-        )
-
-
-def _quantizes_to(begin: Artifact, model: Mapping[str, Any], state: TrainerState, name: str) -> bool:
-    """Whether a master gives what the checkpoint stores."""
+def _quantize_to(begin: Artifact, model: Mapping[str, Any], masters: Mapping[str, Tensor], names: list[str]) -> bool:
+    """Whether the masters `names` give what the checkpoint stores."""
     from trainer.backends.policy import leaf_of
 
-    forward, files = exported_forward(dict(model)), TensorFiles(begin.directory(), WEIGHTS)
-    whole = state.masters[name]
-    singles = expert_names(name, tuple(whole.shape))
-    stored = torch.stack([read_tensor(files, single) for single in singles])
-    if forward.quantized and is_quantized(name):
-        stored = dequantize_stack(stored, torch.stack([read_tensor(files, f"{one}_scale_inv") for one in singles]))
-    return torch.equal(stored.float().reshape(whole.shape), leaf_of(name, whole, forward))
+    forward, leaves = exported_forward(dict(model)), StoredLeaves(begin.directory(), model)
+    return all(torch.equal(leaves[name], leaf_of(name, masters[name], forward)) for name in names)

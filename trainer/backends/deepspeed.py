@@ -17,13 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from contracts.adapters import factor_shapes
 from contracts.architectures import parameter_shapes
 from contracts.store import Store
+from trainer.adapters import AdaptedBase
 from trainer.backends.base import Rule
 from trainer.backends.policy import Policy, as_scores
 from trainer.backends.sharded import ShardedBackend
 from trainer.backends.shards import Shard, ShardedOptimizer, shard_of
 from trainer.errors import TrainingConfigError
+from trainer.export import StoredLeaves
 from trainer.model import Batch, Scores
 from trainer.plan.sharded import REDUCE_BUCKET
 from trainer.ranks import Ranks
@@ -44,26 +47,30 @@ class DeepSpeedBackend(ShardedBackend):
         store: Store,
         *,
         stage: int,
+        base: AdaptedBase | None = None,
         recompute: bool = False,
     ) -> None:
-        """masters: float32, read one at a time. stage: 1 to 3. recompute: see `Policy`.
+        """masters: float32, read one at a time; with `base` the factors. stage: 1 to 3. recompute: see `Policy`.
 
         Raises TrainingConfigError if DeepSpeed is not installed.
         """
-        super().__init__(config, rule, ranks, store)
+        super().__init__(config, rule, ranks, store, base)
         self._zero, self._norm = stage, float("nan")
         self._request: tuple[float, float] | None = None
         self._pending = False
         """Whether DeepSpeed holds gradients that no step has applied."""
-        shapes = parameter_shapes(dict(config))
-        policy = Policy(config, shapes, recompute=recompute)
+        shapes, adapter = parameter_shapes(dict(config)), base.adapter if base is not None else None
+        trained = shapes if adapter is None else factor_shapes(config, adapter)
+        frozen = StoredLeaves(base.checkpoint.directory(), config) if base is not None else {}
+        policy = Policy(config, shapes, recompute=recompute, adapter=adapter)
         policy.to(ranks.device)
         self._parameters = policy.named()
         with torch.no_grad():
             for name, parameter in self._parameters.items():
-                parameter.copy_(masters[name])
+                parameter.copy_(masters[name] if name in trained else frozen[name])
         names = {id(parameter): name for name, parameter in self._parameters.items()}
-        self._engine = _engine(policy, list(self._parameters.values()), stage, self._apply, ranks.device)
+        training = [parameter for name, parameter in self._parameters.items() if name in trained]
+        self._engine = _engine(policy, training, stage, self._apply, ranks.device)
         zero = self._engine.optimizer
         if stage == 3:
             order = [names[id(parameter)] for group in zero.fp16_groups for parameter in group]
@@ -71,11 +78,11 @@ class DeepSpeedBackend(ShardedBackend):
         else:
             order = [names[id(parameter)] for parameter in zero.round_robin_bit16_groups[0]]
             flat, starts = zero.single_partition_of_fp32_groups, zero.round_robin_bit16_offsets[0]
-        assert len(flat) == 1 and len(order) == len(shapes), "all parameters are in one partition"
+        assert len(flat) == 1 and len(order) == len(trained), "all trained parameters are in one partition"
         self._flat: Tensor = flat[0]
         self._places: dict[str, tuple[int, int]] = {}
         """Start and end of each parameter's part in this rank's partition."""
-        self.shards = self._cut(order, starts, shapes)
+        self.shards = self._cut(order, starts, trained)
         self.optimizer = ShardedOptimizer(self.shards, rule, ranks)
 
     def _cut(self, order: list[str], starts: list[int], shapes: Mapping[str, tuple[int, ...]]) -> list[Shard]:

@@ -10,6 +10,7 @@ Sources: arXiv:2304.11277 (FSDP), torch.distributed.fsdp.fully_shard (FSDP2).
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
 from collections.abc import Mapping
@@ -21,13 +22,16 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
+from contracts.adapters import factor_shapes
 from contracts.architectures import parameter_shapes
 from contracts.store import Store
+from trainer.adapters import AdaptedBase
 from trainer.backends.base import Rule
 from trainer.backends.policy import EXPERTS, Layer, Policy, as_scores
 from trainer.backends.sharded import ShardedBackend, rows_by_rank
-from trainer.backends.shards import ShardedOptimizer, shard_of
+from trainer.backends.shards import Shard, ShardedOptimizer, part_of, shard_of
 from trainer.config import require_divisor
+from trainer.export import StoredLeaves
 from trainer.model import Batch, Scores
 from trainer.ranks import Ranks
 
@@ -46,22 +50,23 @@ class Fsdp2Backend(ShardedBackend):
         ranks: Ranks,
         store: Store,
         *,
+        base: AdaptedBase | None = None,
         recompute: bool = False,
         expert_ranks: int = 1,
     ) -> None:
-        """masters: float32, read one at a time, of which this rank keeps its parts. recompute: see `Policy`.
-        expert_ranks: consecutive ranks that divide each layer's experts.
+        """masters: float32, read one at a time, of which this rank keeps its parts; with `base` the factors. recompute:
+        see `Policy`. expert_ranks: consecutive ranks that divide each layer's experts.
 
         Raises TrainingConfigError if expert_ranks does not divide the number of experts.
         """
-        super().__init__(config, rule, ranks, store)
-        shapes = parameter_shapes(dict(config))
+        super().__init__(config, rule, ranks, store, base)
+        shapes, adapter = parameter_shapes(dict(config)), base.adapter if base is not None else None
         require_divisor(config.get("num_experts"), expert_ranks)
         kind = ranks.device.type
         near, far = ranks.divide(expert_ranks) if expert_ranks > 1 else (None, None)
         with torch.device("meta"):
             own = {name: _own_shape(name, shape, expert_ranks) for name, shape in shapes.items()}
-            self._policy = Policy(config, own, recompute=recompute, expert_group=near)
+            self._policy = Policy(config, own, recompute=recompute, adapter=adapter, expert_group=near)
         mesh = init_device_mesh(kind, (ranks.count,))
         for layer in self._policy.layers:
             if far is not None and isinstance(layer, Layer) and layer.experts is not None:
@@ -70,9 +75,18 @@ class Fsdp2Backend(ShardedBackend):
         _shard(self._policy, mesh)
         self._policy.to_empty(device=ranks.device)
         self._parameters = self._policy.named()
-        for name, shape in shapes.items():
+
+        def shard(name: str, shape: tuple[int, ...]) -> Shard:
             ranges = ranges_by_rank(shape, ranks.count, expert_ranks if EXPERTS in name else 1)
-            self.shards.append(shard_of(name, shape, ranges, _local(self._parameters[name])))
+            return shard_of(name, shape, ranges, _local(self._parameters[name]))
+
+        if base is not None:
+            leaves = StoredLeaves(base.checkpoint.directory(), config)
+            with torch.no_grad():
+                for frozen in itertools.starmap(shard, shapes.items()):
+                    frozen.buffer.master.copy_(part_of(leaves[frozen.name], frozen, ranks.rank))
+        trained = shapes if base is None else factor_shapes(config, base.adapter)
+        self.shards = list(itertools.starmap(shard, trained.items()))
         self.optimizer = ShardedOptimizer(self.shards, rule, ranks)
         self.load_weights(masters)
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from contracts.adapters import Adapter, factor_names
 from contracts.checkpoints import is_quantized
 from contracts.precision import Forward, exported_forward
 from trainer.backends.expert_parallel import exchanged_mixture
@@ -37,32 +38,49 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 class _Unit(nn.Module):
-    """Parameters that a backend gathers together."""
+    """Parameters that a backend gathers together. With an adapter they are frozen leaves, beside factors that train."""
 
-    def __init__(self, config: Mapping[str, Any], shapes: Shapes) -> None:
+    def __init__(self, config: Mapping[str, Any], shapes: Shapes, adapter: Adapter | None) -> None:
         """shapes: of the unit's own parameters. They are uninitialized, on torch's default device."""
         super().__init__()
-        self._config, self._forward = config, exported_forward(dict(config))
-        self._own = {name.replace(".", "__"): name for name in shapes}
-        for attribute, name in self._own.items():
-            self.register_parameter(attribute, nn.Parameter(torch.empty(shapes[name])))
+        self._config, self._forward, self._adapter = config, exported_forward(dict(config)), adapter
+        self._own, self._every = list(shapes), list(shapes)
+        for name in shapes:
+            self.register_parameter(_attribute(name), nn.Parameter(torch.empty(shapes[name]), adapter is None))
+        for name in shapes:
+            if adapter is not None and adapter.adapts(name):
+                for factor, shape in adapter.factors_of(name, shapes[name]).items():
+                    self._every.append(factor)
+                    self.register_parameter(_attribute(factor), nn.Parameter(torch.empty(shape)))
 
     def named(self) -> dict[str, nn.Parameter]:
-        """Parameters by their names in a checkpoint."""
-        return {name: getattr(self, attribute) for attribute, name in self._own.items()}
+        """Parameters by their names in a checkpoint, factors by `factor_names`."""
+        return {name: self._parameter(name) for name in self._every}
 
     def leaves(self) -> dict[str, Tensor]:
         """What the forward pass reads of the unit's own parameters."""
-        return {name: leaf_of(name, getattr(self, attribute), self._forward) for attribute, name in self._own.items()}
+        return {name: self._leaf(name) for name in self._own}
 
-    def rounds(self, name: str) -> bool:
-        """Whether the leaf of a parameter differs from its master."""
-        return rounds(name, self._forward)
+    def derives(self, name: str) -> bool:
+        """Whether the leaf of a parameter is another tensor than the parameter."""
+        return rounds(name, self._forward) if self._adapter is None else self._adapter.adapts(name)
 
     def leaf(self, name: str) -> Tensor:
         """Leaf of one of the unit's own parameters, made again, without gradient."""
         with torch.no_grad():
-            return leaf_of(name, getattr(self, name.replace(".", "__")), self._forward)
+            return self._leaf(name)
+
+    def _leaf(self, name: str) -> Tensor:
+        if self._adapter is None:
+            return leaf_of(name, self._parameter(name), self._forward)
+        if not self._adapter.adapts(name):
+            return self._parameter(name)
+        first, second = map(self._parameter, factor_names(name))
+        return self._parameter(name) + self._adapter.scale * (second @ first)
+
+    def _parameter(self, name: str) -> nn.Parameter:
+        found: nn.Parameter = getattr(self, _attribute(name))
+        return found
 
 
 class Policy(_Unit):
@@ -74,19 +92,22 @@ class Policy(_Unit):
         shapes: Shapes,
         *,
         recompute: bool,
+        adapter: Adapter | None = None,
         expert_group: dist.ProcessGroup | None = None,
     ) -> None:
-        """shapes: of this rank's parameters.
+        """shapes: of this rank's parameters, without factors.
 
-        recompute: compute each layer again in backward instead of keeping its activations. expert_group: ranks that
-        divide the experts of each layer; `shapes` then has this rank's alone. None: each rank computes all experts.
+        recompute: compute each layer again in backward instead of keeping its activations. adapter: to train in place
+        of the weights. expert_group: ranks that divide the experts of each layer; `shapes` then has this rank's alone.
+        None: each rank computes all experts.
         """
         count = config["num_hidden_layers"]
         prefixes = [f"model.layers.{index}." for index in range(count)]
         within = [{name: shapes[name] for name in shapes if name.startswith(prefix)} for prefix in prefixes]
-        super().__init__(config, {name: shapes[name] for name in shapes if not any(name in each for each in within)})
+        outside = {name: shapes[name] for name in shapes if not any(name in each for each in within)}
+        super().__init__(config, outside, adapter)
         self.layers = nn.ModuleList(
-            Layer(config, index, each, recompute, expert_group) for index, each in enumerate(within)
+            Layer(config, index, each, recompute, adapter, expert_group) for index, each in enumerate(within)
         )
 
     def forward(self, batch: Batch, temperature: float, routing: bool) -> Outputs:
@@ -119,13 +140,16 @@ class Layer(_Unit):
         index: int,
         shapes: Shapes,
         recompute: bool,
+        adapter: Adapter | None,
         expert_group: dist.ProcessGroup | None,
     ) -> None:
         """See `Policy`. shapes: of the layer's parameters."""
         inside = {name: shapes[name] for name in shapes if EXPERTS in name and expert_group is not None}
-        super().__init__(config, {name: shapes[name] for name in shapes if name not in inside})
+        super().__init__(config, {name: shapes[name] for name in shapes if name not in inside}, adapter)
         self._index, self._recompute = index, recompute
-        self.experts = LayerExperts(config, inside, recompute, expert_group) if expert_group and inside else None
+        self.experts = (
+            LayerExperts(config, inside, recompute, adapter, expert_group) if inside and expert_group else None
+        )
 
     def named(self) -> dict[str, nn.Parameter]:
         """See _Unit.named."""
@@ -149,9 +173,16 @@ class Layer(_Unit):
 class LayerExperts(_Unit):
     """This rank's experts of one layer."""
 
-    def __init__(self, config: Mapping[str, Any], shapes: Shapes, recompute: bool, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        shapes: Shapes,
+        recompute: bool,
+        adapter: Adapter | None,
+        group: dist.ProcessGroup,
+    ) -> None:
         """See `Policy`. shapes: of this rank's experts."""
-        super().__init__(config, shapes)
+        super().__init__(config, shapes, adapter)
         self._recompute, self._group = recompute, group
 
     def forward(self, rows: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
@@ -166,12 +197,12 @@ class LayerExperts(_Unit):
 
 
 class _Forgotten(torch.autograd.graph.saved_tensors_hooks):
-    """Saves, in place of a quantized leaf, how to make it again, so that gathered weights are freed between forward and
-    backward.
+    """Saves, in place of a leaf that was derived, how to make it again, so that gathered weights are freed between
+    forward and backward.
     """
 
     def __init__(self, unit: _Unit, leaves: Mapping[str, Tensor]) -> None:
-        places = {leaf.untyped_storage().data_ptr(): name for name, leaf in leaves.items() if unit.rounds(name)}
+        places = {leaf.untyped_storage().data_ptr(): name for name, leaf in leaves.items() if unit.derives(name)}
 
         def pack(tensor: Tensor) -> Any:
             name = places.get(tensor.untyped_storage().data_ptr())
@@ -186,6 +217,10 @@ class _Forgotten(torch.autograd.graph.saved_tensors_hooks):
             return unit.leaf(name).as_strided(*view)
 
         super().__init__(pack, unpack)
+
+
+def _attribute(name: str) -> str:
+    return name.replace(".", "__")
 
 
 class _StraightThrough(torch.autograd.Function):

@@ -25,11 +25,12 @@ from contracts.rank_parts import RankParts, in_step, stage_parts
 from contracts.store import Store, scratch_directory
 from contracts.tensor_files import Form
 from contracts.tensor_parts import bytes_of, form_of
+from trainer.adapters import AdaptedBase
 from trainer.averaging import COUNT, WeightAverage
 from trainer.backends.base import Future, Loss, Microbatch, Read, Rule, done
 from trainer.backends.shards import Shard, ShardedOptimizer, gather, owners_of, part_of, parts_of
 from trainer.data import ScoredSequence, make_batch
-from trainer.export import METADATA, StagedWeights
+from trainer.export import METADATA, GatheredAdapter, StagedWeights
 from trainer.model import Batch, Scores
 from trainer.parameters import quantize_stack
 from trainer.precision import precision_of
@@ -44,9 +45,13 @@ _EMPTY = ScoredSequence(np.zeros(2, np.int64), np.ones(1, np.int64))
 class ShardedBackend(ABC):
     """Protocol `Backend`, except for what depends on the library."""
 
-    def __init__(self, config: Mapping[str, Any], rule: Rule, ranks: Ranks, store: Store) -> None:
-        self.config, self.ranks, self._rule, self._store = config, ranks, rule, store
+    def __init__(
+        self, config: Mapping[str, Any], rule: Rule, ranks: Ranks, store: Store, base: AdaptedBase | None
+    ) -> None:
+        """base: what the trained adapter is beside; None: all weights are trained."""
+        self.config, self.ranks, self._rule, self._store, self._base = config, ranks, rule, store, base
         self.shards: list[Shard] = []
+        """Of what is trained."""
         self.optimizer: ShardedOptimizer
         self._average: WeightAverage | None = None
 
@@ -132,9 +137,11 @@ class ShardedBackend(ABC):
         return done(None)
 
     @torch.no_grad()
-    def get_weights(self) -> Future[StagedWeights]:
-        """See Backend.get_weights. The codes and scales that the forward pass uses."""
+    def get_weights(self) -> Future[StagedWeights] | Future[GatheredAdapter]:
+        """See Backend.get_weights. The codes and scales that the forward pass uses, or the adapter."""
         with losing_ranks(self.ranks):
+            if self._base is not None:
+                return done(GatheredAdapter(self.config, self._base, self._gather_factors()))
             held: dict[str, Tensor] = {}
             forward = exported_forward(dict(self.config))
             for shard, whole in self._wholes([(shard, shard.buffer.master) for shard in self.shards]):
@@ -174,6 +181,15 @@ class ShardedBackend(ABC):
             staged = self._stage(held, forms, None)
             kind, recipe = self._rule.name if optimizer else "none", precision_of(self.config).kind
             return done(TrainerState({}, {}, kind, step, extra, recipe, staged=staged))
+
+    def _gather_factors(self) -> dict[str, Tensor]:
+        """All factors on rank 0, none on the others."""
+        found: dict[str, Tensor] = {}
+        for shard in self.shards:
+            whole = gather(shard.buffer.master, shard, 0, self.ranks)
+            if whole is not None:
+                found[shard.name] = whole.view(shard.shape).cpu()
+        return found
 
     def _own_state(self) -> dict[str, Tensor]:
         """This rank's parts of the state of optimizer and mean."""
