@@ -3,21 +3,24 @@
     loads (routing_load) --> router, or a replica by hash --> replicas (routing_replicas) --> what they computed, when
 
 Both get the same requests, in turn, at empty caches. Consistent hashing sends a group, or prompts that begin alike, to
-one replica each, and goes without the hop through a router.
+one replica each, and goes without the hop through a router. Groups are also played in virtual time (routing_virtual),
+with all replicas equal and with one at half speed, which is each of them once.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import os
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import httpx
@@ -25,12 +28,12 @@ from pydantic import Field
 
 from benchmarks.measure import percentile
 from benchmarks.result import Options, Result
-from benchmarks.routing_load import BLOCK, Conversation, group_load, least, trace_load
+from benchmarks.routing_load import BLOCK, MOST, Conversation, group_load, least, trace_load
+from benchmarks.routing_replicas import Machine
+from benchmarks.routing_virtual import Played, play
 from contracts.errors import TriplaneError
 
 _PATIENCE_S = 60.0
-_MOST = 2048
-"""max_tokens of each request: routers don't know how long an answer becomes."""
 
 
 class RoutingOptions(Options):
@@ -84,6 +87,12 @@ def run(options: RoutingOptions) -> Result:
                 found = _measured(options, talks, ports, router)
                 metrics |= {f"{load}_{router}_{name}": value for name, value in found.items()}
                 rows.append({"load": load, "router": router, **found})
+    for load, places in {"virtual": [None], "virtual_slow": range(options.replicas)}.items():
+        for router in ("route", "hashing"):
+            found = _virtual(options, loads["groups"], places, router)
+            metrics |= {f"{load}_{router}_{name}": value for name, value in found.items()}
+            rows.append({"load": load, "router": router, **found})
+    metrics["slow_makespan_ratio"] = metrics["virtual_slow_route_makespan"] / metrics["virtual_slow_hashing_makespan"]
     notes = [
         f"load average at the start: {average:.1f} on {os.cpu_count()} cores, which slows down all of it",
         f"times are real ones, {options.speed:g} times",
@@ -92,6 +101,8 @@ def run(options: RoutingOptions) -> Result:
         "computed: prompt tokens that the replicas computed, over those of one cache without end",
         "makespan: over the larger of the work of a replica's share and the longest conversation",
         "imbalance: tokens in flight of the fullest replica over the mean; mean and p99 of samples",
+        "virtual: groups, in virtual time; virtual_slow: means over each replica at half speed, makespan over the same"
+        " bound as without",
     ]
     return Result(metrics, rows, notes, judged=not options.quick)
 
@@ -114,6 +125,16 @@ def _measured(
     }
 
 
+def _virtual(
+    options: RoutingOptions, talks: Sequence[Conversation], places: Iterable[int | None], router: str
+) -> dict[str, float]:
+    """Means over the places of a slow replica, or figures without one (None)."""
+    machine = Machine(options.prefill, options.decode, options.slots, options.room)
+    place = functools.partial(hashed, replicas=options.replicas) if router == "hashing" else None
+    found = [play(talks, machine, options.replicas, slow, place) for slow in places]
+    return {name: fmean(getattr(each, name) for each in found) for name in Played.__dataclass_fields__}
+
+
 async def _play(
     options: RoutingOptions, talks: Sequence[Conversation], urls: Sequence[str], front: str | None
 ) -> float:
@@ -125,13 +146,13 @@ async def _play(
         async def talk(each: Conversation) -> None:
             await asyncio.sleep(max(0.0, began + each.start_s / options.speed - time.monotonic()))
             tokens = list[int]()
-            url = front or _hashed(each.key, urls)
+            url = front or urls[hashed(each.key, len(urls))]
             headers = {"x-session": each.name, "x-group": each.key} if each.named and front else {}
             for place, turn in enumerate(each.turns):
                 tokens += turn.tokens
                 body = {
                     "prompt": tokens,
-                    "max_tokens": _MOST,
+                    "max_tokens": MOST,
                     "sampled": turn.sampled,
                     "conversation": each.name,
                     "turn": place,
@@ -147,9 +168,9 @@ async def _play(
         return (time.monotonic() - began) * options.speed
 
 
-def _hashed(key: str, urls: Sequence[str]) -> str:
-    """The replica of a key, by rendezvous hash of it and the replicas' places."""
-    return max(enumerate(urls), key=lambda each: hashlib.blake2b(f"{key} {each[0]}".encode()).digest())[1]
+def hashed(key: str, replicas: int) -> int:
+    """Place of a key among the replicas, by rendezvous hash."""
+    return max(range(replicas), key=lambda place: hashlib.blake2b(f"{key} {place}".encode()).digest())
 
 
 @contextmanager

@@ -13,6 +13,8 @@ from contracts.errors import ConfigError
 
 BLOCK = 16
 """Tokens of a block."""
+MOST = 2048
+"""max_tokens of each request: routers don't know how long an answer becomes."""
 _TRACE_BLOCK = 512
 """Tokens of a block of a trace."""
 _VOCABULARY = 1 << 20
@@ -53,7 +55,7 @@ def group_load(groups: int, members: int, turns: int, prompt: int) -> list[Conve
     for group in range(groups):
         shared = drawn.integers(0, _VOCABULARY, prompt).tolist()
         for member in range(members):
-            lengths = np.clip(drawn.lognormal(4.6, 0.9, turns), 8, 2048).astype(int)
+            lengths = np.clip(drawn.lognormal(4.6, 0.9, turns), 8, MOST).astype(int)
             tools = [drawn.integers(0, _VOCABULARY, 64).tolist() for _ in range(turns - 1)]
             made = [Turn(tokens, int(length)) for tokens, length in zip([shared, *tools], lengths, strict=True)]
             found.append(Conversation(f"{group}-{member}", f"group {group}", made, named=True))

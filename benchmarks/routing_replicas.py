@@ -12,7 +12,8 @@ import asyncio
 import socket
 import sys
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any
 
 import uvicorn
@@ -27,35 +28,73 @@ _SAMPLE_S = 0.02
 """Real seconds between two looks at the load."""
 
 
-@dataclass
-class _Replica:
-    slots: asyncio.Semaphore
-    pages: OrderedDict[int, None] = field(default_factory=OrderedDict)
-    prefill: asyncio.Lock = field(default_factory=asyncio.Lock)
-    computed: int = 0
-    """Prompt tokens."""
-    flying: int = 0
-    """Tokens of requests in flight, prompt and output."""
+@dataclass(frozen=True)
+class Machine:
+    """What a replica runs on."""
 
-    def cached(self, keys: list[int]) -> int:
-        return next((at for at, key in enumerate(keys) if key not in self.pages), len(keys)) * BLOCK
+    prefill: float
+    """Prompt tokens a second."""
+    decode: float
+    """Sampled tokens of a sequence a second."""
+    slots: int
+    """Sequences at once."""
+    room: int
+    """Pages of the cache."""
 
-    def keep(self, keys: list[int], room: int) -> None:
+
+class Replica:
+    """A replica of one event loop, whose seconds it takes."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine, self._slots = machine, asyncio.Semaphore(machine.slots)
+        self._pages = OrderedDict[int, None]()
+        self._prefill = asyncio.Lock()
+        self.computed = 0
+        """Prompt tokens."""
+        self.flying = 0
+        """Tokens of requests in flight, prompt and output."""
+
+    async def complete(self, tokens: list[int], count: int, conversation: str, turn: int) -> list[int]:
+        """Compute a prompt, and sample `count` tokens."""
+        self.flying += len(tokens) + count
+        try:
+            async with self._slots:
+                keys = block_keys(tokens)
+                async with self._prefill:
+                    computed = len(tokens) - self._cached(keys)
+                    self.computed += computed
+                    await asyncio.sleep(computed / self._machine.prefill)
+                    self._keep(keys)
+                await asyncio.sleep(count / self._machine.decode)
+                made = answer(conversation, turn, count)
+                self._keep(block_keys(tokens + made))
+                return made
+        finally:
+            self.flying -= len(tokens) + count
+
+    def _cached(self, keys: list[int]) -> int:
+        return next((at for at, key in enumerate(keys) if key not in self._pages), len(keys)) * BLOCK
+
+    def _keep(self, keys: list[int]) -> None:
         for key in reversed(keys):  # the beginning of a prompt was used last
-            self.pages[key] = None
-            self.pages.move_to_end(key)
-        while len(self.pages) > room:
-            self.pages.popitem(last=False)
+            self._pages[key] = None
+            self._pages.move_to_end(key)
+        while len(self._pages) > self._machine.room:
+            self._pages.popitem(last=False)
+
+
+def imbalance(replicas: Collection[Replica]) -> float:
+    """Tokens in flight of the fullest replica over the mean; 0: none."""
+    loads = [each.flying for each in replicas]
+    return max(loads) * len(loads) / sum(loads) if sum(loads) else 0.0
 
 
 class Replicas:
     """All replicas, by port."""
 
-    def __init__(self, ports: list[int], speed: float, prefill: float, decode: float, slots: int, room: int) -> None:
-        """prefill, decode: simulated tokens/s of a replica and of a sequence. room: pages of a replica."""
-        self._ports, self._speed, self._prefill, self._decode = ports, speed, prefill, decode
-        self._slots, self._room = slots, room
-        self._found: dict[int, _Replica] = {}
+    def __init__(self, ports: list[int], machine: Machine) -> None:
+        self._ports, self._machine = ports, machine
+        self._found: dict[int, Replica] = {}
         self._imbalance: list[float] = []
 
     def starlette(self) -> Starlette:
@@ -72,16 +111,15 @@ class Replicas:
     async def watch(self) -> None:
         """Look at the load until cancelled."""
         while True:
-            loads = [each.flying for each in self._found.values()]
-            if sum(loads):
-                self._imbalance.append(max(loads) * len(loads) / sum(loads))
+            if found := imbalance(self._found.values()):
+                self._imbalance.append(found)
             await asyncio.sleep(_SAMPLE_S)
 
     async def _health(self, request: Request) -> JSONResponse:
         return JSONResponse({})
 
     async def _reset(self, request: Request) -> JSONResponse:
-        self._found = {port: _Replica(asyncio.Semaphore(self._slots)) for port in self._ports}
+        self._found = {port: Replica(self._machine) for port in self._ports}
         self._imbalance.clear()
         return JSONResponse({})
 
@@ -93,20 +131,7 @@ class Replicas:
         body: dict[str, Any] = await request.json()
         tokens, count = body["prompt"], body["sampled"]
         replica = self._found[request.scope["server"][1]]
-        replica.flying += len(tokens) + count
-        try:
-            async with replica.slots:
-                keys = block_keys(tokens)
-                async with replica.prefill:
-                    computed = len(tokens) - replica.cached(keys)
-                    replica.computed += computed
-                    await asyncio.sleep(computed / self._prefill / self._speed)
-                    replica.keep(keys, self._room)
-                await asyncio.sleep(count / self._decode / self._speed)
-                made = answer(body["conversation"], body["turn"], count)
-                replica.keep(block_keys(tokens + made), self._room)
-        finally:
-            replica.flying -= len(tokens) + count
+        made = await replica.complete(tokens, count, body["conversation"], body["turn"])
         usage = {"prompt_tokens": len(tokens), "completion_tokens": count}
         return JSONResponse({"object": "text_completion", "choices": [{"token_ids": made}], "usage": usage})
 
@@ -124,4 +149,5 @@ async def _main(ports: list[int], replicas: Replicas) -> None:
 if __name__ == "__main__":
     numbers = [int(port) for port in sys.argv[1].split(",")]
     speed, prefill, decode = map(float, sys.argv[2:5])
-    asyncio.run(_main(numbers, Replicas(numbers, speed, prefill, decode, int(sys.argv[5]), int(sys.argv[6]))))
+    machine = Machine(prefill * speed, decode * speed, int(sys.argv[5]), int(sys.argv[6]))
+    asyncio.run(_main(numbers, Replicas(numbers, machine)))

@@ -2,8 +2,8 @@
 
 Consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam, 2018): no replica whose tokens in flight have
 reached BOUND times the mean, the new request included, gets another one, unless it has a part of the prompt that others
-lack and less than FEW requests. Where none has more of it than another, the bound is the mean itself, so that groups
-fill all replicas. At least one replica is below, always.
+lack and less than FEW requests, or SPREAD times the mean of those. Where none has more of it than another, the bound is
+the mean itself, so that groups fill all replicas. At least one replica is below, always.
 
 Where no replica has more of the prompt than another, those are equally good whose cost exceeds the least one by no more
 than computing the prompt costs: that is what a sibling saves by going to the same one. Of equally good ones the
@@ -22,8 +22,10 @@ from inference.router.score import Column, Columns
 
 BOUND = 1.25
 """Largest load of a replica, as a multiple of the mean, before a request is added."""
-FEW = 32
-"""Requests of the new one's size that a replica with a part of the prompt accepts, whatever the mean load is."""
+FEW, SPREAD = 32, 2.0
+"""Requests in flight, and multiple of their mean, up to which a replica with a part of the prompt accepts another one.
+Not their tokens: short first turns would leave a replica because of the long later turns there.
+"""
 _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 _SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31))
 
@@ -37,10 +39,12 @@ def choose(
     64-bit hash. stay: place of the session's replica, or -1.
     """
     costs = columns.costs(prompt, output, cached)
-    request = max(1, prompt + output)
-    mean = (columns.total + request) / columns.count
-    limit = mean if uniform else np.where(cached > 0, max(BOUND * mean, FEW * request), BOUND * mean)
-    costs[columns.tokens >= limit] = np.inf
+    mean = (columns.total + max(1, prompt + output)) / columns.count
+    full = columns.tokens >= (mean if uniform else BOUND * mean)
+    if not uniform:
+        few = max(FEW, SPREAD * (columns.all_requests + 1) / columns.count)
+        full &= (cached == 0) | (columns.requests >= few)
+    costs[full] = np.inf
     best = int(costs.argmin())
     least = costs.item(best)
     slack = (prompt - cached.item(best)) * columns.rates.prefill_s if uniform else 0.0

@@ -15,7 +15,7 @@ from inference.router.choice import cached_tokens, choose
 from inference.router.fingerprint import Fingerprinter, Namespace, Tokens, hash64
 from inference.router.index import PrefixIndex
 from inference.router.residency import Batch, Replay, Residency
-from inference.router.score import Columns, Slowness
+from inference.router.score import Columns, InFlight, Slowness
 from inference.router.sessions import Session, Sessions
 
 _LENGTHS = 64
@@ -84,8 +84,8 @@ class Router:
         """Mean tokens of an answer."""
         self._open: dict[str, set[Decision]] = {}
         """Requests in flight of each replica."""
-        self._elsewhere: dict[str, dict[str, tuple[int, int]]] = {}
-        """Other router -> replica -> tokens of its requests in flight there, and those to compute."""
+        self._elsewhere: dict[str, dict[str, InFlight]] = {}
+        """Other router -> replica -> its requests in flight there."""
         self.changes = 0
         """Number of changes of `in_flight` so far."""
         self.begun: Callable[[Decision], None] | None = None
@@ -100,23 +100,25 @@ class Router:
         """Tokens of the requests in flight at each replica."""
         return {name: float(self._columns.tokens[place]) for name, place in self._places.items()}
 
-    def in_flight(self) -> dict[str, tuple[int, int]]:
-        """Tokens of this router's own requests in flight at each replica that has any, and of those the prompt tokens
-        that were not cached.
-        """
+    def in_flight(self) -> dict[str, InFlight]:
+        """This router's own requests in flight at each replica that has any."""
         return {
-            name: (sum(one.prompt + one.output for one in each), sum(one.prompt - one.cached for one in each))
+            name: InFlight(
+                len(each),
+                sum(one.prompt + one.output for one in each),
+                sum(one.prompt - one.cached for one in each),
+            )
             for name, each in self._open.items()
             if each
         }
 
-    def elsewhere(self, router: str, loads: Mapping[str, tuple[int, int]]) -> None:
+    def elsewhere(self, router: str, loads: Mapping[str, InFlight]) -> None:
         """Another router has these requests in flight, as of its `in_flight`, and no others."""
         before = self._elsewhere.pop(router, {})
         known = {name: load for name, load in loads.items() if name in self._places}
         for name in {*before, *known}:
-            (tokens, computing), (had, computed) = known.get(name, (0, 0)), before.get(name, (0, 0))
-            self._columns.load(self._places[name], tokens - had, computing - computed)
+            now, then = known.get(name, InFlight()), before.get(name, InFlight())
+            self._columns.load(self._places[name], InFlight(*(a - b for a, b in zip(now, then, strict=True))))
         if known:
             self._elsewhere[router] = known
 
@@ -231,7 +233,7 @@ class Router:
         self._open[decision.replica].add(decision)
         self.changes += 1
         decision.ahead = int(self._columns.computing[place])
-        self._columns.load(place, decision.prompt + decision.output, decision.prompt - decision.cached)
+        self._columns.load(place, InFlight(1, decision.prompt + decision.output, decision.prompt - decision.cached))
         if decision.session is not None:
             self._move(decision.session, place, decision.prompt)
         self.residency.expire(now)
@@ -252,7 +254,7 @@ class Router:
         flying.remove(decision)
         self.changes += 1
         computed = decision.prompt - decision.cached
-        self._columns.load(place, -decision.prompt - decision.output, -computed)
+        self._columns.load(place, InFlight(-1, -decision.prompt - decision.output, -computed))
         if seconds is not None:
             if sampled:
                 self._length = sampled if self._length is None else self._length + (sampled - self._length) / _LENGTHS

@@ -9,6 +9,8 @@ from its own how much slower than those a replica is.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 
@@ -27,6 +29,16 @@ _NOISE = 0.2
 """Slowness of a replica, beyond that of the others, that is taken for chance: it would move sessions for nothing."""
 
 Column = npt.NDArray[np.float64]
+
+
+class InFlight(NamedTuple):
+    """Requests in flight at one replica."""
+
+    requests: int = 0
+    tokens: int = 0
+    """Of prompts and expected outputs."""
+    computing: int = 0
+    """Prompt tokens that were not cached."""
 
 
 class Rates:
@@ -76,8 +88,10 @@ class Columns:
     def __init__(self) -> None:
         self.rates = Rates()
         self.slowness: Column = np.zeros(0)
+        self.requests: Column = np.zeros(0)
+        """In flight; infinite at free places, as their tokens."""
         self.tokens: Column = np.zeros(0)
-        """Of the requests in flight: prompt and expected output; infinite at free places."""
+        """Of the requests in flight: prompt and expected output."""
         self.computing: Column = np.zeros(0)
         self.resident: Column = np.zeros(0)
         """Tokens of open sessions."""
@@ -87,6 +101,8 @@ class Columns:
         """Hashes of the replicas' names."""
         self.total = 0.0
         """Tokens in flight everywhere."""
+        self.all_requests = 0.0
+        """Requests in flight everywhere."""
         self.even = 0
         """Set of the first holders of all places."""
         self.count = 0
@@ -97,26 +113,29 @@ class Columns:
     def add(self, place: int, name: int, room: float, slowness: float) -> None:
         """Begin with an idle replica at a free place."""
         while len(self.tokens) <= place:
-            for column in ("slowness", "tokens", "computing", "resident", "room"):
+            for column in ("slowness", "requests", "tokens", "computing", "resident", "room"):
                 setattr(self, column, np.append(getattr(self, column), 0.0))
             self.names = np.append(self.names, np.uint64(0))
         self.even = ((1 << 2 * len(self.tokens)) - 1) // 3
         self.names[place], self.room[place], self.slowness[place] = name, room, slowness
-        self.tokens[place] = self.computing[place] = self.resident[place] = 0.0
+        self.requests[place] = self.tokens[place] = self.computing[place] = self.resident[place] = 0.0
         self.count += 1
         self.finite = self.finite or room != np.inf
 
     def drop(self, place: int) -> None:
         """Free a place."""
         self.total -= self.tokens[place]
+        self.all_requests -= self.requests[place]
         self.count -= 1
-        self.tokens[place] = np.inf
+        self.requests[place] = self.tokens[place] = np.inf
 
-    def load(self, place: int, tokens: int, computing: int) -> None:
-        """A request begins at a replica; with negative numbers, it is over."""
-        self.tokens[place] += tokens
-        self.computing[place] += computing
-        self.total += tokens
+    def load(self, place: int, more: InFlight) -> None:
+        """Requests begin at a replica; with negative numbers, they are over."""
+        self.requests[place] += more.requests
+        self.tokens[place] += more.tokens
+        self.computing[place] += more.computing
+        self.total += more.tokens
+        self.all_requests += more.requests
 
     def costs(self, prompt: int, output: int, cached: Column) -> Column:
         """[places] seconds, for a prompt of which each replica has `cached` tokens."""

@@ -26,6 +26,7 @@ import numpy as np
 from contracts.errors import ConfigError
 from inference.errors import RouterError
 from inference.router.router import Decision, Router
+from inference.router.score import InFlight
 from inference.router.wire import WireDecoder, require
 
 FLUSH_S = 0.01
@@ -219,7 +220,10 @@ class SharedRouter:
 
     def _apply(self, sender: str, message: Any, age: float) -> None:
         """Apply an entry of another router that is `age` seconds old."""
-        loads = {str(name): (int(tokens), int(computing)) for name, (tokens, computing) in message["in_flight"].items()}
+        loads = {
+            str(name): InFlight(int(requests), int(tokens), int(computing))
+            for name, (requests, tokens, computing) in message["in_flight"].items()
+        }
         self.counters.received += 1
         if age < LOST_S:
             self._others[sender] = self._clock() - age

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 
@@ -10,7 +11,11 @@ import pytest
 from benchmarks import routing
 from benchmarks.goals import load_goals
 from benchmarks.routing_load import BLOCK, Conversation, Turn, answer, group_load, least, trace_load
+from benchmarks.routing_replicas import Machine
+from benchmarks.routing_virtual import play
 from contracts.errors import ConfigError
+
+MACHINE = Machine(prefill=4000, decode=50, slots=32, room=8192)
 
 
 def test_both_ways_are_measured(tmp_path: Path) -> None:
@@ -21,10 +26,10 @@ def test_both_ways_are_measured(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     trace.write_text("\n".join(json.dumps(row) for row in rows))
     result = routing.run(routing.OPTIONS(quick=True, speed=25, trace=str(trace)))
-    assert not result.judged and len(result.rows) == 4
+    assert not result.judged and len(result.rows) == 8
     assert {goal.metric for goal in load_goals()["routing"]} <= result.metrics.keys()
     for row in result.rows:
-        assert row["computed"] >= 1 and row["makespan"] >= 1 and row["imbalance"] >= 1
+        assert row["computed"] >= 1 and row["makespan"] >= 1 and row["imbalance"] >= 1, row
     assert result.metrics["groups_hashing_computed"] == 1, "each group stays at one replica, which has room for it"
 
 
@@ -51,3 +56,19 @@ def test_a_file_that_is_no_trace_is_named(tmp_path: Path) -> None:
     for path in (bad, tmp_path / "missing.jsonl"):
         with pytest.raises(ConfigError, match=f"--trace {path} is no trace"):
             trace_load(path, 5, 16)
+
+
+@pytest.mark.parametrize("groups", [8, 12, 24])
+def test_members_of_a_group_stay_together_and_are_not_waited_for(groups: int) -> None:
+    found = play(group_load(groups, 16, 4, 2048), MACHINE, 8)
+    assert found.computed <= 1.02 and found.makespan <= 1.1
+    assert found == play(group_load(groups, 16, 4, 2048), MACHINE, 8)
+
+
+def test_half_of_a_replicas_speed_costs_the_router_less_than_hashing() -> None:
+    talks = group_load(8, 8, 4, 2048)
+    route, hashing = (
+        sum(play(talks, MACHINE, 4, slow, place).makespan for slow in range(4))
+        for place in (None, functools.partial(routing.hashed, replicas=4))
+    )
+    assert route <= 0.85 * hashing
