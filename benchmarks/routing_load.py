@@ -18,6 +18,7 @@ MOST = 2048
 _TRACE_BLOCK = 512
 """Tokens of a block of a trace."""
 _VOCABULARY = 1 << 20
+_DIGITS = "0123456789abcdefghijklmnopqrstuv"
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,19 @@ def trace_load(path: Path, requests: int, shrink: int) -> list[Conversation]:
             f"--trace {path} is no trace of Mooncake ({error}): name a .jsonl file of its traces"
         ) from None
     return found
+
+
+_PAIRS = tuple(f"{high}{low}" for high in _DIGITS for low in _DIGITS)
+
+
+def text_of(tokens: Iterable[int]) -> str:
+    """Tokens as a text of four characters each, which every router understands: digits of base 32."""
+    return "".join(_PAIRS[token >> 10] + _PAIRS[token & 1023] for token in tokens)
+
+
+def tokens_of(text: str) -> list[int]:
+    """Inverse of `text_of`."""
+    return [int(text[start : start + 4], 32) for start in range(0, len(text), 4)]
 
 
 def _block(name: int, width: int) -> list[int]:

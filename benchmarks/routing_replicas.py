@@ -9,11 +9,12 @@ samples for `SLOTS` requests at once. Simulated seconds pass SPEED times as fast
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import sys
 from collections import OrderedDict
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import uvicorn
@@ -22,8 +23,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from benchmarks.routing_load import BLOCK, answer, block_keys
+from benchmarks.routing_load import BLOCK, answer, block_keys, text_of, tokens_of
 
+MODEL = "simulated"
 _SAMPLE_S = 0.02
 """Real seconds between two looks at the load."""
 
@@ -40,6 +42,10 @@ class Machine:
     """Sequences at once."""
     room: int
     """Pages of the cache."""
+
+    def halved(self) -> Machine:
+        """At half speed."""
+        return replace(self, prefill=self.prefill / 2, decode=self.decode / 2)
 
 
 class Replica:
@@ -102,6 +108,7 @@ class Replicas:
         return Starlette(
             routes=[
                 Route("/health", self._health),
+                Route("/v1/models", self._models),
                 Route("/v1/completions", self._complete, methods=["POST"]),
                 Route("/reset", self._reset, methods=["POST"]),
                 Route("/measured", self._measured),
@@ -118,8 +125,15 @@ class Replicas:
     async def _health(self, request: Request) -> JSONResponse:
         return JSONResponse({})
 
+    async def _models(self, request: Request) -> JSONResponse:
+        return JSONResponse({"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "simulated"}]})
+
     async def _reset(self, request: Request) -> JSONResponse:
-        self._found = {port: Replica(self._machine) for port in self._ports}
+        slow = int(request.query_params.get("slow", -1))
+        half = self._machine.halved()
+        self._found = {
+            port: Replica(half if place == slow else self._machine) for place, port in enumerate(self._ports)
+        }
         self._imbalance.clear()
         return JSONResponse({})
 
@@ -129,11 +143,14 @@ class Replicas:
 
     async def _complete(self, request: Request) -> JSONResponse:
         body: dict[str, Any] = await request.json()
-        tokens, count = body["prompt"], body["sampled"]
+        tokens = tokens_of(body["prompt"])
+        conversation, turn, count = json.loads(body["user"])
         replica = self._found[request.scope["server"][1]]
-        made = await replica.complete(tokens, count, body["conversation"], body["turn"])
-        usage = {"prompt_tokens": len(tokens), "completion_tokens": count}
-        return JSONResponse({"object": "text_completion", "choices": [{"token_ids": made}], "usage": usage})
+        made = await replica.complete(tokens, count, conversation, turn)
+        choice = {"index": 0, "text": text_of(made), "finish_reason": "length"}
+        usage = {"prompt_tokens": len(tokens), "completion_tokens": count, "total_tokens": len(tokens) + count}
+        about = {"id": f"{conversation}.{turn}", "object": "text_completion", "created": 0, "model": MODEL}
+        return JSONResponse({**about, "choices": [choice], "usage": usage})
 
 
 async def _main(ports: list[int], replicas: Replicas) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import selectors
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import fmean
 
 import numpy as np
@@ -58,8 +58,7 @@ async def _play(
     slow: int | None,
     hashed: Callable[[str], int] | None,
 ) -> Played:
-    half = replace(machine, prefill=machine.prefill / 2, decode=machine.decode / 2)
-    replicas = [Replica(half if place == slow else machine) for place in range(count)]
+    replicas = [Replica(machine.halved() if place == slow else machine) for place in range(count)]
     router = Router(Namespace("policy"), RouterConfig(block_tokens=BLOCK), clock=loop.time)
     for place in range(count):
         router.add(str(place))
