@@ -284,8 +284,9 @@ class BackendConfig(Settings):
     memory, same bits.
     """
     expert_ranks: int = Field(default=1, ge=1, le=1024)
-    """fsdp2 only: consecutive processes that divide each layer's experts (expert parallelism). Tokens are sent to the
-    process of their expert, in place of its weights to theirs. Must divide the number of processes and of experts.
+    """fsdp2 and deepspeed: consecutive processes that divide each layer's experts (expert parallelism). Tokens are sent
+    to the process of their expert, in place of its weights to theirs. Must divide the number of processes and of
+    experts; with deepspeed, at stages 1 and 2, it is the number of processes.
     """
     starter: Starter = "agent"
     """What starts the training processes of a machine: agent, which is the trainer itself, torchrun, or DeepSpeed's
@@ -298,8 +299,13 @@ class BackendConfig(Settings):
             raise ValueError(f"zero_stage {self.zero_stage} needs backend deepspeed, not {self.backend}: remove it")
         if self.activation_checkpointing and self.backend == "torch":
             raise ValueError("activation_checkpointing needs backend fsdp2 or deepspeed, not torch: remove it")
-        if self.expert_ranks > 1 and self.backend != "fsdp2":
-            raise ValueError(f"expert_ranks {self.expert_ranks} needs backend fsdp2, not {self.backend}: remove it")
+        if self.expert_ranks > 1 and self.backend == "torch":
+            raise ValueError(f"expert_ranks {self.expert_ranks} needs backend fsdp2 or deepspeed, not torch: remove it")
+        if self.expert_ranks > 1 and self.backend == "deepspeed" and self.stage == 3:
+            raise ValueError(
+                f"expert_ranks {self.expert_ranks} does not go with zero_stage 3, which divides all weights: remove it,"
+                " or use stage 2"
+            )
         return self
 
     def check_expert_ranks(self, processes: int) -> None:
@@ -308,6 +314,11 @@ class BackendConfig(Settings):
             raise ValueError(
                 f"expert_ranks {self.expert_ranks} does not divide the {processes} training processes: set it to a"
                 " divisor"
+            )
+        if self.backend == "deepspeed" and self.expert_ranks not in (1, processes):
+            raise ValueError(
+                f"expert_ranks {self.expert_ranks} of deepspeed is not the number of training processes: set it to"
+                f" {processes}, or use backend fsdp2"
             )
 
     @property

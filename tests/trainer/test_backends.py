@@ -93,6 +93,8 @@ EXPERTS = FSDP2 | {"expert_ranks": 2}
 BACKENDS = {
     "fsdp2": FSDP2,
     "experts": EXPERTS,
+    "zero1-experts": {"backend": "deepspeed", "zero_stage": 1, "expert_ranks": 2},
+    "zero2-experts": {"backend": "deepspeed", "zero_stage": 2, "expert_ranks": 2},
     **{f"zero{stage}": {"backend": "deepspeed", "zero_stage": stage} for stage in (1, 2, 3)},
 }
 
@@ -107,8 +109,9 @@ def test_the_gradient_is_that_of_one_process_on_any_number_of_ranks(world: World
     expected = moments(world, whole.trainer_state)
     assert float(expected.norm()) > 0
     spreads = [(count, BACKENDS[backend]) for count in (1, 2, 4)]
-    if backend == "experts":
-        spreads = [(2, EXPERTS), (4, EXPERTS), (4, EXPERTS | {"expert_ranks": 4})]
+    if "experts" in backend:
+        four = [(4, EXPERTS)] if backend == "experts" else []
+        spreads = [(2, BACKENDS[backend]), *four, (4, BACKENDS[backend] | {"expert_ranks": 4})]
     for number, (count, settings) in enumerate(spreads):
         job = with_backend(policy_job(world, base, f"shared-{number}"), count, **settings)
         assert difference(moments(world, run_in_ranks(job)["trainer_state"]), expected) < 1e-5
@@ -225,7 +228,8 @@ def test_a_killed_job_of_fsdp2_continues_from_the_snapshot_that_its_ranks_wrote(
         ({"backend": "fsdp2", "zero_stage": 1}, "zero_stage 1 needs backend deepspeed, not fsdp2: remove it"),
         ({"activation_checkpointing": True}, "activation_checkpointing needs backend fsdp2 or deepspeed, not torch"),
         ({"backend": "megatron"}, "backend"),
-        ({"expert_ranks": 2}, "expert_ranks 2 needs backend fsdp2, not torch: remove it"),
+        ({"expert_ranks": 2}, "expert_ranks 2 needs backend fsdp2 or deepspeed, not torch: remove it"),
+        ({"expert_ranks": 2, "backend": "deepspeed", "zero_stage": 3}, "expert_ranks 2 does not go with zero_stage 3"),
         (EXPERTS, "expert_ranks 2 does not divide the 1 training processes: set it to a divisor"),
     ],
 )

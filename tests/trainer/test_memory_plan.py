@@ -114,6 +114,10 @@ def test_sharded_backends_hold_their_share() -> None:
     apart = plan_training(Workload(config, batch, "fsdp2", 4, expert_ranks=4))
     assert apart.at_peak["gathered weights"] < plain.at_peak["gathered weights"]
     assert apart.at_peak["masters"] == plain.at_peak["masters"]
+    zero = [
+        plan_training(Workload(config, batch, "deepspeed", 4, expert_ranks=each)).moments["step"] for each in (1, 4)
+    ]
+    assert zero[1][weights] < zero[0][weights] and zero[1]["masters"] == zero[0]["masters"]
     with pytest.raises(TrainingConfigError, match=r"expert_ranks 3 does not divide the model's 4 experts"):
         plan_training(Workload(config, batch, "fsdp2", 3, expert_ranks=3))
 

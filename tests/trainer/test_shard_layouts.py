@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.backends.deepspeed import _layout_1, _layout_3
-from trainer.backends.fsdp2 import ranges_by_rank
-from trainer.backends.sharded import rows_by_rank
+from trainer.backends.sharded import ranges_by_rank, rows_by_rank
 from trainer.backends.shards import owners_of, parts_of, shard_of
 
 SHAPES = st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple)

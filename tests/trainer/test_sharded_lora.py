@@ -90,6 +90,14 @@ def test_a_killed_job_continues_the_adapter_of_its_snapshot(world: World, base: 
     assert any(moved[name].any() for name in moved if ".lora_B." in name)
 
 
+@pytest.mark.slow
+def test_deepspeed_says_that_it_has_nothing_to_train(world: World, base: TrainResult) -> None:
+    job = policy_job(world, base, "experts", **(MOVING | {"lora": LORA | {"targets": ("up_proj",)}}))
+    agent = start(with_backend(job, 2, **BACKENDS["zero2-experts"]))
+    said = agent.communicate(timeout=240)[1].splitlines()[-1]
+    assert agent.returncode and "add a projection of the attention to trainer.lora.targets" in said
+
+
 def test_a_sharded_adapter_is_refused_where_the_default_backend_refuses_it(world: World, base: TrainResult) -> None:
     first = run_job(policy_job(world, base, "first", **MOVING))
     assert first is not None

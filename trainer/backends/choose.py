@@ -39,16 +39,17 @@ def open_backend(
     if kind.backend == "torch":
         assert base is None, "adapters of this backend are `AdaptedParameters`"
         return TorchBackend(Parameters.from_masters(dict(config), masters), rule, ranks)
-    recompute = kind.activation_checkpointing
+    recompute, experts = kind.activation_checkpointing, kind.expert_ranks
     if kind.backend == "fsdp2":
         # Imported here: it takes a second, and the default backend never needs it.
         from trainer.backends.fsdp2 import Fsdp2Backend
 
-        experts = kind.expert_ranks
         return Fsdp2Backend(config, masters, rule, ranks, store, base=base, recompute=recompute, expert_ranks=experts)
     from trainer.backends.deepspeed import DeepSpeedBackend
 
-    return DeepSpeedBackend(config, masters, rule, ranks, store, stage=kind.stage, base=base, recompute=recompute)
+    return DeepSpeedBackend(
+        config, masters, rule, ranks, store, stage=kind.stage, base=base, recompute=recompute, expert_ranks=experts
+    )
 
 
 def continue_backend(

@@ -2,7 +2,9 @@
 
 DeepSpeed moves weights and gradients; the optimizer is `shards.ShardedOptimizer`, over the one flat partition that
 DeepSpeed gives each rank. So all stages, and all backends, apply the same formulas and save the same state, by
-parameter. Source: arXiv:1910.02054 (ZeRO).
+parameter. With expert parallelism each rank trains its experts itself, beside DeepSpeed, which has all other weights.
+
+Source: arXiv:1910.02054 (ZeRO).
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import itertools
 import logging
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -22,9 +24,10 @@ from contracts.architectures import parameter_shapes
 from contracts.store import Store
 from trainer.adapters import AdaptedBase
 from trainer.backends.base import Rule
-from trainer.backends.policy import Policy, as_scores
-from trainer.backends.sharded import ShardedBackend
+from trainer.backends.policy import EXPERTS, Policy, Shapes, as_scores
+from trainer.backends.sharded import ShardedBackend, own_shapes, ranges_by_rank
 from trainer.backends.shards import Shard, ShardedOptimizer, shard_of
+from trainer.config import require_divisor
 from trainer.errors import TrainingConfigError
 from trainer.export import StoredLeaves
 from trainer.model import Batch, Scores
@@ -49,10 +52,12 @@ class DeepSpeedBackend(ShardedBackend):
         stage: int,
         base: AdaptedBase | None = None,
         recompute: bool = False,
+        expert_ranks: int = 1,
     ) -> None:
         """masters: float32, read one at a time; with `base` the factors. stage: 1 to 3. recompute: see `Policy`.
+        expert_ranks: 1, or at stages 1 and 2 all ranks, which then divide each layer's experts.
 
-        Raises TrainingConfigError if DeepSpeed is not installed.
+        Raises TrainingConfigError if DeepSpeed is not installed, or has nothing to train.
         """
         super().__init__(config, rule, ranks, store, base)
         self._zero, self._norm = stage, float("nan")
@@ -62,15 +67,32 @@ class DeepSpeedBackend(ShardedBackend):
         shapes, adapter = parameter_shapes(dict(config)), base.adapter if base is not None else None
         trained = shapes if adapter is None else factor_shapes(config, adapter)
         frozen = StoredLeaves(base.checkpoint.directory(), config) if base is not None else {}
-        policy = Policy(config, shapes, recompute=recompute, adapter=adapter)
+        require_divisor(config.get("num_experts"), expert_ranks)
+        group = ranks.divide(expert_ranks)[0] if expert_ranks > 1 else None
+        own = own_shapes(shapes, expert_ranks)
+        policy = Policy(config, own, recompute=recompute, adapter=adapter, expert_group=group)
         policy.to(ranks.device)
         self._parameters = policy.named()
-        with torch.no_grad():
-            for name, parameter in self._parameters.items():
-                parameter.copy_(masters[name] if name in trained else frozen[name])
+        self._apart = {name for name in self._parameters if group is not None and EXPERTS in name}
+        """What this rank trains beside DeepSpeed."""
+
+        def fill(names: Iterable[str]) -> None:
+            with torch.no_grad():
+                for name in names:
+                    whole, parameter = masters[name] if name in trained else frozen[name], self._parameters[name]
+                    parts = expert_ranks if name in self._apart else 1
+                    parameter.copy_(whole.chunk(parts)[ranks.rank if parts > 1 else 0])
+
+        fill(self._parameters.keys() - self._apart)
         names = {id(parameter): name for name, parameter in self._parameters.items()}
-        training = [parameter for name, parameter in self._parameters.items() if name in trained]
-        self._engine = _engine(policy, training, stage, self._apply, ranks.device)
+        managed = {name: shape for name, shape in trained.items() if name not in self._apart}
+        if not managed:
+            raise TrainingConfigError(
+                "backend deepspeed has nothing to train beside the experts: add a projection of the attention to"
+                " trainer.lora.targets, or set trainer.launcher.backend to fsdp2"
+            )
+        self._engine = _engine(policy, [self._parameters[name] for name in managed], stage, self._apply, ranks.device)
+        fill(self._apart)  # DeepSpeed has given every rank those of rank 0
         zero = self._engine.optimizer
         if stage == 3:
             order = [names[id(parameter)] for group in zero.fp16_groups for parameter in group]
@@ -78,17 +100,19 @@ class DeepSpeedBackend(ShardedBackend):
         else:
             order = [names[id(parameter)] for parameter in zero.round_robin_bit16_groups[0]]
             flat, starts = zero.single_partition_of_fp32_groups, zero.round_robin_bit16_offsets[0]
-        assert len(flat) == 1 and len(order) == len(trained), "all trained parameters are in one partition"
+        assert len(flat) == 1 and len(order) == len(managed), "all parameters of DeepSpeed are in one partition"
         self._flat: Tensor = flat[0]
         self._places: dict[str, tuple[int, int]] = {}
         """Start and end of each parameter's part in this rank's partition."""
-        self.shards = self._cut(order, starts, trained)
+        cut = self._cut(order, starts, managed)
+        for name in self._apart & trained.keys():
+            ranges = ranges_by_rank(trained[name], ranks.count, expert_ranks)
+            cut[name] = shard_of(name, trained[name], ranges, self._parameters[name].detach().view(-1))
+        self.shards = [cut[name] for name in trained]
         self.optimizer = ShardedOptimizer(self.shards, rule, ranks)
 
-    def _cut(self, order: list[str], starts: list[int], shapes: Mapping[str, tuple[int, ...]]) -> list[Shard]:
-        """Shards, in the order of `shapes`, of the parameters that lie in `order` in the partition. starts: see
-        `_layout_1`.
-        """
+    def _cut(self, order: list[str], starts: list[int], shapes: Shapes) -> dict[str, Shard]:
+        """Shards of the parameters that lie in `order` in the partition. starts: see `_layout_1`."""
         sizes = {name: math.prod(shapes[name]) for name in order}
         count = self.ranks.count
         layout = _layout_3(sizes, count) if self._zero == 3 else _layout_1(sizes, starts, len(self._flat), count)
@@ -99,7 +123,7 @@ class DeepSpeedBackend(ShardedBackend):
             at = offsets[name][self.ranks.rank]
             self._places[name] = at, at + end - start
             found[name] = shard_of(name, shapes[name], ranges[name], self._flat.detach()[at : at + end - start])
-        return [found[name] for name in shapes]
+        return found
 
     def _score(self, batch: Batch, temperature: float, routing: bool) -> Scores:
         return as_scores(self._engine(batch, temperature, routing))
@@ -123,15 +147,22 @@ class DeepSpeedBackend(ShardedBackend):
 
     def _apply(self) -> None:
         """Take the step that `_step` asked for, on the partition's gradient. DeepSpeed calls this."""
-        if self._request is None:  # DeepSpeed is starting, or drops gradients
-            return
-        (rate, limit), self._request = self._request, None
-        gradient = self._flat.grad
-        assert gradient is not None
-        for shard in self.shards:
-            start, end = self._places[shard.name]
-            shard.buffer.gradient = gradient[start:end]
-        self._norm = float(self.optimizer.step(rate, limit))
+        if self._request is not None:  # else DeepSpeed is starting, or drops gradients
+            (rate, limit), self._request = self._request, None
+            for shard in self.shards:
+                shard.buffer.gradient = self._gradient(shard)
+            self._norm = float(self.optimizer.step(rate, limit))
+        for name in self._apart:
+            self._parameters[name].grad = None
+
+    def _gradient(self, shard: Shard) -> Tensor:
+        """Of this rank's part, summed over the ranks."""
+        if shard.name in self._apart:
+            own = self._parameters[shard.name].grad
+            return torch.zeros_like(shard.buffer.master) if own is None else own.view(-1) / self.ranks.count
+        start, end = self._places[shard.name]
+        assert self._flat.grad is not None
+        return self._flat.grad[start:end]
 
     @torch.no_grad()
     def _publish_masters(self) -> None:

@@ -11,7 +11,6 @@ Sources: arXiv:2304.11277 (FSDP), torch.distributed.fsdp.fully_shard (FSDP2).
 from __future__ import annotations
 
 import itertools
-import math
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -28,7 +27,7 @@ from contracts.store import Store
 from trainer.adapters import AdaptedBase
 from trainer.backends.base import Rule
 from trainer.backends.policy import EXPERTS, Layer, Policy, as_scores
-from trainer.backends.sharded import ShardedBackend, rows_by_rank
+from trainer.backends.sharded import ShardedBackend, own_shapes, ranges_by_rank
 from trainer.backends.shards import Shard, ShardedOptimizer, part_of, shard_of
 from trainer.config import require_divisor
 from trainer.export import StoredLeaves
@@ -65,7 +64,7 @@ class Fsdp2Backend(ShardedBackend):
         kind = ranks.device.type
         near, far = ranks.divide(expert_ranks) if expert_ranks > 1 else (None, None)
         with torch.device("meta"):
-            own = {name: _own_shape(name, shape, expert_ranks) for name, shape in shapes.items()}
+            own = own_shapes(shapes, expert_ranks)
             self._policy = Policy(config, own, recompute=recompute, adapter=adapter, expert_group=near)
         mesh = init_device_mesh(kind, (ranks.count,))
         for layer in self._policy.layers:
@@ -110,19 +109,6 @@ class Fsdp2Backend(ShardedBackend):
 
     def _publish_masters(self) -> None:
         """Nothing to do: the parts in `shards` are those that are gathered."""
-
-
-def ranges_by_rank(shape: tuple[int, ...], count: int, parts: int) -> list[tuple[int, int]]:
-    """Ranges of elements that `count` ranks hold if consecutive ranks divide the first dimension into `parts`, and the
-    ranks that have the same part divide it further.
-    """
-    size = math.prod(shape) // parts
-    within = rows_by_rank((shape[0] // parts, *shape[1:]), count // parts)
-    return [(part * size + start, part * size + end) for start, end in within for part in range(parts)]
-
-
-def _own_shape(name: str, shape: tuple[int, ...], expert_ranks: int) -> tuple[int, ...]:
-    return (shape[0] // expert_ranks, *shape[1:]) if EXPERTS in name else shape
 
 
 def _shard(module: nn.Module, mesh: DeviceMesh) -> None:

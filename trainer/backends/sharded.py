@@ -28,6 +28,7 @@ from contracts.tensor_parts import bytes_of, form_of
 from trainer.adapters import AdaptedBase
 from trainer.averaging import COUNT, WeightAverage
 from trainer.backends.base import Future, Loss, Microbatch, Read, Rule, done
+from trainer.backends.policy import EXPERTS, Shapes
 from trainer.backends.shards import Shard, ShardedOptimizer, gather, owners_of, part_of, parts_of
 from trainer.data import ScoredSequence, make_batch
 from trainer.export import METADATA, GatheredAdapter, StagedWeights
@@ -250,3 +251,19 @@ def rows_by_rank(shape: tuple[int, ...], count: int) -> list[tuple[int, int]]:
     height, width = -(-shape[0] // count), math.prod(shape[1:])
     ends = [min(height * rank, shape[0]) for rank in range(count + 1)]
     return [(start * width, end * width) for start, end in itertools.pairwise(ends)]
+
+
+def ranges_by_rank(shape: tuple[int, ...], count: int, parts: int) -> list[tuple[int, int]]:
+    """Ranges of elements that `count` ranks hold if consecutive ranks divide the first dimension into `parts`, and the
+    ranks that have the same part divide it further.
+    """
+    size = math.prod(shape) // parts
+    within = rows_by_rank((shape[0] // parts, *shape[1:]), count // parts)
+    return [(part * size + start, part * size + end) for start, end in within for part in range(parts)]
+
+
+def own_shapes(shapes: Shapes, expert_ranks: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of what one of the ranks computes with that divide the experts."""
+    return {
+        name: (shape[0] // expert_ranks, *shape[1:]) if EXPERTS in name else shape for name, shape in shapes.items()
+    }

@@ -41,8 +41,10 @@ def plan_sharded(
     tape.enter("load")
     tape.touch("trainer state as read", F32 * shapes.largest)
     tape.hold("masters", share)
+    # with expert parallelism DeepSpeed's ranks train their experts in place
+    whole = F32 * (shapes.parameters - (shapes.experts * shapes.model.layers if expert_ranks > 1 else 0))
     if stage < 3:
-        tape.hold("weights of the forward pass", F32 * shapes.parameters)
+        tape.hold("weights of the forward pass", whole)
     elif deepspeed:  # its parts of the weights stand beside the masters
         tape.hold("weights of the forward pass", share)
         tape.hold("communication buffers", bucket)
@@ -58,7 +60,7 @@ def plan_sharded(
         _backward(tape, shapes, batch, gathered, expert_ranks, recompute=recompute, cuda=cuda)
     tape.enter("step")
     if deepspeed and stage < 3:
-        tape.hold("gradients", share if stage > 1 else F32 * shapes.parameters)
+        tape.hold("gradients", share if stage > 1 else whole + (F32 * shapes.parameters - whole) / ranks)
     with tape.brief("gradients", share if deepspeed and stage == 3 else 0):  # a copy in the optimizer's layout
         tape.touch("optimizer temporaries", F32 * shapes.largest / ranks)
     if deepspeed and stage < 3:
