@@ -11,7 +11,11 @@ from tests.acceptance.laboratory import ROOT, Laboratory
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 TINY = ROOT / "tests" / "dagster" / "tiny.yaml"
 BACKENDS = {
-    "fsdp2": ("trainer.launcher.backend=fsdp2", "trainer.launcher.starter=torchrun"),
+    "fsdp2": (
+        "trainer.launcher.backend=fsdp2",
+        "trainer.launcher.expert_ranks=2",
+        "trainer.launcher.starter=torchrun",
+    ),
     "deepspeed": (
         "trainer.launcher.backend=deepspeed",
         "trainer.launcher.zero_stage=3",

@@ -41,7 +41,7 @@ def exchanged_mixture(
         there, expert = F.pad(there, (0, 0, 0, 1)), expert.new_zeros(1)
     done = recipe.mixture(there, shares.new_ones((len(there), 1)), expert[:, None], experts)[:rows_there]
     here = _Exchange.apply(done, *reversed(counts), group)  # type: ignore[no-untyped-call]
-    return recipe.narrow((here[back].view(*chosen.shape, -1) * shares[..., None]).sum(1))
+    return recipe.narrow((here[back].view(*chosen.shape, rows.shape[1]) * shares[..., None]).sum(1))
 
 
 class _Exchange(torch.autograd.Function):
