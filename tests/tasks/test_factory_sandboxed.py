@@ -240,7 +240,7 @@ def test_more_candidates_than_one_sandbox_screens_give_tasks(tmp_path: Path, tru
         found = covered_functions(repository, baseline)
         context = Context(repository, found, baseline.lines, 0, 8, None)
         candidates = list(strategy_named("mutate")(context))
-        assert len(candidates) > 2 * CHUNK
+        assert len(candidates) > CHUNK
         kept = await screen(candidates, {each.key: each for each in found}, baseline, guest, store)
         return len(kept.kept) / len(candidates)
 

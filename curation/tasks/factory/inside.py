@@ -16,6 +16,8 @@ import base64
 import contextlib
 import functools
 import gc
+import inspect
+import itertools
 import json
 import os
 import re
@@ -34,7 +36,7 @@ from typing import Any
 import pytest
 
 ROOT = Path("/workspace")
-OUT = Path("/tmp/.triplane-out")
+OUT, CODE = Path("/tmp/.triplane-out"), Path("/tmp/.triplane-code")
 MOST_WAITING = 24
 """Forks that may wait beside those that run. Each may hold _MEMORY, of which a waiting one uses little."""
 _LOOK_S = 0.25
@@ -54,12 +56,20 @@ class Plugin:
         self.spec, self.coverage = spec, coverage
         self.result: dict[str, Any] = {"collect": {}, "tests": [], "runs": {}, "candidates": {}}
         self.sink: Callable[[str, str], None] = lambda status, message: None
+        self.direct: dict[str, Callable[[], Any]] = {}
+        """Reports of tests that need nothing of pytest's protocol, by name."""
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection(self, session: pytest.Session) -> None:
         """Screen candidates that need a fresh import, before anything of the repository is imported."""
         session.config.option.tbstyle = "line"  # only the message is wanted, and tracebacks take time
         cold = [each for each in self.spec.get("candidates", ()) if not each["hot"]]
+        if len(cold) > 1:
+            files = dict.fromkeys(name.split("::", 1)[0] for each in cold for name in each["tests"])
+            for _ in _in_forks(
+                iter([("", functools.partial(_keep_code, session, list(files)))]), 1, self.spec["idle_s"]
+            ):
+                pass
         jobs = ((each["id"], functools.partial(self._cold, session, each)) for each in cold)
         self._screen(jobs, {each["id"]: each for each in cold})
 
@@ -79,8 +89,9 @@ class Plugin:
             self.result["runs"][run["name"]] = self._run(run)
         hot = [each for each in self.spec.get("candidates", ()) if each["hot"]]
         if hot:
-            live = _live_functions({str(ROOT / each["path"]) for each in hot})
-            jobs = ((each["id"], functools.partial(self._hot, each, live)) for each in hot)
+            self.direct = _direct_calls(session.config, self._covers(hot))
+            live, loaded = _live_functions({str(ROOT / each["path"]) for each in hot}), _loaded_files()
+            jobs = ((each["id"], functools.partial(self._hot, each, live, loaded)) for each in hot)
             self._screen(jobs, {each["id"]: each for each in hot})
         return True
 
@@ -155,6 +166,11 @@ class Plugin:
 
         self.sink = sink
         item = self.items[name]
+        if (call := self.direct.get(name)) is not None:
+            report = call()
+            if report is not None:
+                self.pytest_runtest_logreport(report)
+            return found[0], found[1]
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=self.items.get(following or ""))
         return found[0], found[1]
 
@@ -167,11 +183,12 @@ class Plugin:
                 problem = "lost tests"
             self.result["candidates"][identity] = [ended, problem, ran, failed]
 
-    def _hot(self, candidate: dict[str, Any], live: dict[Any, list[Any]], write: Callable[..., None]) -> None:
+    def _hot(
+        self, candidate: dict[str, Any], live: dict[Any, list[Any]], loaded: set[str], write: Callable[..., None]
+    ) -> None:
         """Replace the code of a candidate's function where it is loaded, and run the tests that cover it."""
-        _overlay(candidate)
-        path = str(ROOT / candidate["path"])
-        if path in _loaded_files():
+        changed, path = _overlay(candidate), str(ROOT / candidate["path"])
+        if path in loaded:
             found = [
                 each
                 for each in live.get((path, candidate["qualname"]), ())
@@ -180,7 +197,7 @@ class Plugin:
             if not found:
                 return write("problem", "no live function")
             for function in found:
-                code = _compiled(candidate, function.__code__)
+                code = _compiled(candidate, changed[path], function.__code__)
                 if code.co_freevars != function.__code__.co_freevars:
                     return write("problem", "other closure")
                 function.__code__ = code
@@ -193,9 +210,14 @@ class Plugin:
         _overlay(candidate)
         files = dict.fromkeys(name.split("::", 1)[0] for name in candidate["tests"])
         _deadline(candidate["wall_s"] + 20, candidate["cpu_s"] + 10)
-        session.perform_collect([str(ROOT / path) for path in files])
+        _collect(session, files)
         self.items = {item.nodeid: item for item in session.items}
+        self.direct = _direct_calls(session.config, self._covers([candidate]))
         return self._covering(candidate, write)
+
+    def _covers(self, candidates: Iterable[dict[str, Any]]) -> list[pytest.Item]:
+        names = dict.fromkeys(name for each in candidates for name in each["tests"])
+        return [self.items[name] for name in names if name in self.items]
 
     def _covering(self, candidate: dict[str, Any], write: Callable[..., None]) -> None:
         _deadline(candidate["wall_s"], candidate["cpu_s"])
@@ -203,9 +225,82 @@ class Plugin:
         for name in candidate["tests"]:
             if name not in self.items:
                 write("end", name, "missing", "it is not collected")
-        for number, name in enumerate(names):
-            status, message = self._one(name, names[number + 1] if number + 1 < len(names) else None)
-            write("end", name, status, message)
+        others = [name for name in names if name not in self.direct]
+        following = dict(itertools.pairwise(others))
+        for name in names:
+            write("end", name, *self._one(name, following.get(name)))
+
+
+def _keep_code(session: pytest.Session, files: Iterable[str], write: Callable[..., None]) -> None:
+    """Collect test files, and keep the byte code of all that they import for the forks to come."""
+    _deadline(120, 60)
+    sys.dont_write_bytecode = False
+    _collect(session, files)
+
+
+def _collect(session: pytest.Session, files: Iterable[str]) -> None:
+    """Collect test files. What is imported is read from kept byte code, if there is any."""
+    sys.pycache_prefix = str(CODE)
+    try:
+        session.perform_collect([str(ROOT / path) for path in files])
+    finally:
+        sys.pycache_prefix = None
+
+
+_HOOKS = "runtest_protocol runtest_setup runtest_call runtest_teardown pyfunc_call fixture_setup runtest_makereport"
+"""Hooks that pytest calls around a test, or in place of it."""
+
+
+def _direct_calls(config: pytest.Config, items: Iterable[pytest.Item]) -> dict[str, Callable[[], Any]]:
+    """Calls of the tests that need nothing of pytest's protocol, which takes longer than most tests: functions without
+    fixtures, marks and foreign hooks. A call returns the report of a test that did not pass.
+    """
+    try:
+        from _pytest.assertion import pytest_runtest_protocol as explain_assertions
+        from _pytest.warnings import catch_warnings_for_item
+    except ImportError:
+        return {}
+    for hook in _HOOKS.split():
+        for each in getattr(config.pluginmanager.hook, f"pytest_{hook}").get_hookimpls():
+            if not each.function.__module__.startswith("_pytest."):
+                return {}
+
+    def call(item: Any, arguments: dict[str, Any]) -> Any:
+        os.environ["PYTEST_CURRENT_TEST"] = f"{item.nodeid} (call)"
+        explaining = explain_assertions(item)
+        next(explaining)
+        with catch_warnings_for_item(config, item.ihook, "runtest", item):
+            done = pytest.CallInfo.from_call(
+                lambda: item.obj(**arguments), "call", (KeyboardInterrupt, pytest.exit.Exception)
+            )
+        with contextlib.suppress(StopIteration):
+            explaining.send(None)
+        return None if done.excinfo is None else item.ihook.pytest_runtest_makereport(item=item, call=done)
+
+    found: dict[str, Callable[[], Any]] = {}
+    for item in items:
+        arguments = _arguments(item)
+        if arguments is not None:
+            found[item.nodeid] = functools.partial(call, item, arguments)
+    return found
+
+
+def _arguments(item: Any) -> dict[str, Any] | None:
+    """Arguments of a test whose only fixtures are its parameters, or None."""
+    function = getattr(item, "obj", None)
+    if type(item) is not pytest.Function or any(mark.name != "parametrize" for mark in item.iter_markers()):
+        return None
+    if any(
+        kind(function)
+        for kind in (inspect.iscoroutinefunction, inspect.isasyncgenfunction, inspect.isgeneratorfunction)
+    ):
+        return None
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    for name in item.fixturenames:
+        made = item._fixtureinfo.name2fixturedefs.get(name)
+        if name not in parameters or not made or made[-1].func.__name__ != "get_direct_param_fixture_func":
+            return None
+    return {name: parameters[name] for name in item._fixtureinfo.argnames}
 
 
 def _in_forks(
@@ -385,21 +480,26 @@ def _changed(candidate: dict[str, Any]) -> dict[str, bytes]:
     return files
 
 
-def _overlay(candidate: dict[str, Any]) -> None:
-    """Make later imports, and whoever reads sources by the loader, see the changed files."""
+def _overlay(candidate: dict[str, Any]) -> dict[str, bytes]:
+    """Make later imports, and whoever reads sources by the loader, see the changed files. Returns these by path."""
     changed = {str(ROOT / path): data for path, data in _changed(candidate).items()}
     plain = SourceFileLoader.get_data
 
+    compiled = {str(CODE) + path.removesuffix(".py") for path in changed}
+
     def get_data(self: SourceFileLoader, path: str) -> bytes:
+        if path.startswith(f"{CODE}/") and path.rsplit(".", 2)[0] in compiled:
+            raise FileNotFoundError(path)  # of the file as it was
         return changed[path] if path in changed else plain(self, path)
 
     setattr(SourceFileLoader, "get_data", get_data)  # noqa: B010 - a plain assignment has the wrong type
+    return changed
 
 
-def _compiled(candidate: dict[str, Any], old: types.CodeType) -> types.CodeType:
-    """Code of the changed function, compiled alone but for the classes around it."""
-    lines = _changed(candidate)[candidate["path"]].decode().split("\n")
-    text = "\n".join(lines[candidate["line"] - 1 : candidate["new_end"]])
+def _compiled(candidate: dict[str, Any], file: bytes, old: types.CodeType) -> types.CodeType:
+    """Code of the changed function in `file`, compiled alone but for the classes around it."""
+    lines = file.split(b"\n", candidate["new_end"])
+    text = b"\n".join(lines[candidate["line"] - 1 : candidate["new_end"]]).decode()
     *classes, name = candidate["qualname"].split(".")
     head = [" " * depth + f"class {each}:\n" for depth, each in enumerate(classes)]
     if not classes and text[:1].isspace():

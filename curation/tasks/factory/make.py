@@ -27,7 +27,7 @@ from curation.tasks.factory.functions import Function, named_once, product_sourc
 from curation.tasks.factory.guest import PROGRAM, Guest
 from curation.tasks.factory.licences import check_licence
 from curation.tasks.factory.prove import Proved, Prover
-from curation.tasks.factory.screen import CHUNK, Screened, Screening, screen
+from curation.tasks.factory.screen import Screened, Screening, screen
 from curation.tasks.factory.source import Repository, head_of, read_repository
 from curation.tasks.factory.splits import deal_files
 from curation.tasks.factory.steps import FACTORY_VERSION
@@ -47,6 +47,8 @@ COMBINE = "combine"
 """Strategy that joins bugs which others found."""
 _SPARE = 3.0
 """Candidates of each strategy for each task wanted: the most that are screened."""
+_STAGE = 120
+"""Least number of candidates that are screened before bugs are proved."""
 _HOPED = 0.7
 """Expected share of candidates that become tasks, by which the first stage is sized."""
 _AT_ONCE = 32
@@ -210,7 +212,7 @@ class _Factory:
         wanted, begun = self._config.count - combinations, 0
         while len(progress.accepted) < wanted and begun < len(candidates):
             share = len(progress.accepted) / begun if begun else _HOPED
-            stage = max(CHUNK, math.ceil((wanted - len(progress.accepted)) / max(share, 0.1)))
+            stage = max(_STAGE, math.ceil((wanted - len(progress.accepted)) / max(share, 0.1)))
             screening = await self._screen(candidates[begun : begun + stage], progress)
             begun += stage
             unique, reasons = distinct.choose(screening.kept)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,10 +20,12 @@ from curation.tasks.factory.strategies import Candidate, changed_text
 
 MOST_TESTS = 250
 """A candidate whose lines more tests run is left out: it would break most of the suite."""
-CHUNK = 120
+CHUNK = 250
 """Most candidates screened in one sandbox, and lost if it is killed."""
-_AT_LEAST = 4
-"""Least number of sandboxes that a screen uses, if it has as many candidates."""
+_AT_LEAST = min(4, os.cpu_count() or 1)
+"""Least number of sandboxes that a screen uses, if it has as many candidates: starting one, and collecting its tests,
+takes as long as 50 candidates.
+"""
 _SCREEN_S = 3000.0
 """Deadline of a chunk, in seconds; envd allows 3600."""
 _WALL_S, _CPU_S = 90.0, 4.0
