@@ -420,6 +420,11 @@ class Experiment(Section):
         self._require_one_variance()
         self._require_records()
         self._require_experts()
+        if self.engine.events is not None:
+            raise ValueError(
+                "engine.events_port has no effect on one server: name several in base_url, make it a replica of"
+                " engine.kind routed, or leave it out"
+            )
         reason = self.engine.mismatch(self.trainer.precision.forward)
         if reason is not None:
             raise ValueError(f"engine.kind {self.engine.kind} can't serve trainer.precision: {reason}")

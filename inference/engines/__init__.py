@@ -108,10 +108,13 @@ def open_engine(spec: EngineConfig, directory: Path, version: str, keeper: VllmK
             retries=spec.retries,
         )
     if isinstance(spec, RoutedConfig):
-        from inference.engines.routed import RoutedEngine
+        from inference.engines.routed import Member, RoutedEngine
 
-        openers = [_replica(each, directory, version) for each in spec.replicas]
-        return RoutedEngine([(f"replica {place}", each) for place, each in enumerate(openers)], directory, version)
+        members = [
+            Member(f"replica {place}", _replica(each, directory, version), each.events)
+            for place, each in enumerate(spec.replicas)
+        ]
+        return RoutedEngine(members, directory, version)
     from inference.engines.builtin import open_builtin
 
     return open_builtin(spec, directory, version)

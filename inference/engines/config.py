@@ -41,6 +41,11 @@ class _Config(BaseModel):
         """Which of `grammar` and `top_p` the engine may sample under, and say what tokens were drawn from."""
         return frozenset()
 
+    @property
+    def events(self) -> tuple[str, int] | None:
+        """URL and port where its one server publishes cache events; None: it does not, or there is not one server."""
+        return None
+
     def mismatch(self, forward: Forward) -> str | None:
         """Why this engine can't match the recipe `forward` on any device, with the fix.
 
@@ -85,6 +90,16 @@ class OpenAIConfig(_RemoteConfig):
     """URL up to and including `/v1`, e.g. http://localhost:8000/v1."""
     model: str = "policy"
     """Model name of the policy at the server."""
+    events_port: int | None = Field(default=None, ge=1, le=65534)
+    """As a replica of `routed`: port at the server's host where it publishes its cache events, in blocks of 16 tokens,
+    and replays them at the next one (`python -m inference serve --events-port`). null: what it has cached is known by
+    the requests sent to it.
+    """
+
+    @property
+    def events(self) -> tuple[str, int] | None:
+        """See the base class."""
+        return None if self.events_port is None else (self.base_url, self.events_port)
 
     @property
     def records_routing(self) -> bool:
@@ -236,8 +251,9 @@ class VllmConfig(_LoadingConfig):
     paths.
     """
     events_port: int | None = Field(default=None, ge=1, le=65534)
-    """Port at the host of each server of a fleet where vLLM publishes its cache events, and replays them at the next
-    one (docs/routing.md). null: what a server has cached is known by the requests sent to it.
+    """Port at the host of each server of a fleet, or of a replica of `routed`, where vLLM publishes its cache events,
+    and replays them at the next one (docs/routing.md). null: what a server has cached is known by the requests sent to
+    it.
     """
     block_tokens: int = Field(default=16, ge=1, le=65536)
     """Block size of the servers of a fleet (--block-size), in tokens."""
@@ -292,9 +308,16 @@ class VllmConfig(_LoadingConfig):
             self.addresses()
         except ConfigError as error:
             raise ValueError(str(error)) from None
-        if self.events_port is not None and not self.is_fleet:
-            raise ValueError("events_port has no effect on one server: name several in base_url, or leave it out")
+        if self.events_port is not None and self.base_url is None:
+            raise ValueError("events_port needs base_url: a server started here is the only one, so leave it out")
         return self
+
+    @property
+    def events(self) -> tuple[str, int] | None:
+        """See the base class."""
+        if self.events_port is None or self.base_url is None or self.is_fleet:
+            return None
+        return self.base_url, self.events_port
 
     def addresses(self) -> list[Address]:
         """Addresses in `base_url`, names included. Raises ConfigError."""

@@ -11,6 +11,7 @@ import logging
 import math
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,6 +22,8 @@ from inference.engines.builtin import BuiltinEngine
 from inference.engines.tries import REPLICA_FAULTS, TRIES, common_error, router_arguments, send_call
 from inference.errors import EngineError, EngineStopped
 from inference.router import Batch, Decision, Namespace, Router
+from inference.router.subscriber import EventSubscriber
+from inference.router.wire import require
 
 T = TypeVar("T")
 Opener = Callable[[Callable[[Batch], None]], Engine]
@@ -30,9 +33,19 @@ PAUSE_S, LONGEST_S = 2.0, 60.0
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class Member:
+    """A replica to open."""
+
+    name: str
+    open: Opener
+    events: tuple[str, int] | None = None
+    """URL and port of the cache events of its server; None: it has none, or its engine tells them."""
+
+
 class _Replica:
-    def __init__(self, name: str, engine: Engine) -> None:
-        self.name, self.engine = name, engine
+    def __init__(self, member: Member, engine: Engine) -> None:
+        self.name, self.events, self.engine = member.name, member.events, engine
         self.room = engine.room if isinstance(engine, BuiltinEngine) else math.inf
         """Tokens that its prefix cache holds; infinite: unknown."""
         self.fault: TriplaneError | None = None
@@ -55,16 +68,20 @@ class _Replica:
 class RoutedEngine:
     """See inference.engines.base.Engine. Belongs to one event loop."""
 
-    def __init__(self, replicas: Sequence[tuple[str, Opener]], directory: Path, version: str) -> None:
-        """replicas: names, and what opens their engines for the checkpoint in `directory`."""
+    def __init__(self, replicas: Sequence[Member], directory: Path, version: str) -> None:
+        """replicas: for the checkpoint in `directory`. Raises ConfigError if a package for events is missing."""
         self._directory, self._version = directory, version
         self._router = Router(Namespace(version))
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lock = asyncio.Lock()
         self._started = self._closed = False
         self._replicas: dict[str, _Replica] = {}
-        for name, opener in replicas:
-            self._replicas[name] = _Replica(name, opener(self._listener(name)))
+        for each in replicas:
+            self._replicas[each.name] = _Replica(each, each.open(self._listener(each.name)))
+        self._events: dict[str, EventSubscriber] = {}
+        if any(each.events is not None for each in replicas):
+            require("zmq")
+            require("msgspec")
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
         """See Engine.generate. Turns of an episode, which have the same seed, are a session of the router."""
@@ -111,6 +128,10 @@ class RoutedEngine:
     async def close(self) -> None:
         """See Engine.close."""
         self._closed = True
+        following = [self._events.pop(name).task for name in list(self._events)]
+        for task in following:
+            task.cancel()
+        await asyncio.gather(*following, return_exceptions=True)
         await asyncio.gather(*(each.engine.close() for each in self._replicas.values()))
 
     def serving(self) -> list[str]:
@@ -168,6 +189,8 @@ class RoutedEngine:
             replica.well()
             if replica.name not in self._router.replicas:
                 self._router.add(replica.name, replica.room)
+            if replica.events is not None and replica.name not in self._events:
+                self._events[replica.name] = EventSubscriber(self._router, replica.name, *replica.events)
         except EngineError as error:
             self._leave_out(replica, error)
 
@@ -176,6 +199,8 @@ class RoutedEngine:
             raise EngineStopped("the engine is closed: open another one") from fault
         _log.warning("%s is left out for a while: %s", replica.name, fault)
         replica.leave_out(fault)
+        if replica.name in self._events:
+            self._events.pop(replica.name).task.cancel()
         if replica.name in self._router.replicas:
             self._router.remove(replica.name)
 

@@ -33,6 +33,12 @@ def test_shipped_experiments_load_and_pass_a_dry_run(
         ("engine.thread=3", "engine.thread is not a field: did you mean threads?"),
         ("engine={kind: vllm, tolerance: -1}", "engine.tolerance = -1: Input should be greater than 0"),
         ("engine={kind: vllm, tolerence: 1}", "engine.tolerence is not a field: did you mean tolerance?"),
+        (
+            "engine={kind: openai, base_url: http://h/v1, events_port: 5}",
+            "engine.events_port has no effect on one server",
+        ),
+        ("engine={kind: vllm, base_url: http://h:1, events_port: 5}", "engine.events_port has no effect on one server"),
+        ("engine={kind: vllm, events_port: 5}", "events_port needs base_url"),
         ("engine={kind: vllm, threads: 1}", "engine.threads is not a field: only another kind has this field"),
         ("rollouts.group_size=0", "rollouts.group_size = 0: Input should be greater than or equal to 1"),
         ("trainer.temperature=2", "set both to the same value"),

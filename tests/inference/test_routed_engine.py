@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from inference.engines import BuiltinConfig, RoutedConfig, SamplingParams, open_engine, routed
+from inference.engines import BuiltinConfig, OpenAIConfig, RoutedConfig, SamplingParams, open_engine, routed
 from inference.engines.builtin import BuiltinEngine
 from inference.engines.routed import RoutedEngine
 from inference.errors import EngineStopped, EngineUnreachable
+from inference.router.publisher import EventPublisher
 from tests.inference.conftest import write_checkpoint
+from tests.inference.test_cache_events import events_port
 from tests.vllm.fleet_servers import free_port, until
 
 pytestmark = pytest.mark.anyio
@@ -106,14 +108,14 @@ async def test_an_update_reaches_every_replica_and_forgets_caches(policies: tupl
 
 
 @contextmanager
-def served(directory: Path, version: str) -> Iterator[str]:
+def served(directory: Path, version: str, publish: EventPublisher | None = None) -> Iterator[str]:
     """A server of ours in a thread, as `python -m inference serve` runs it."""
     import uvicorn
 
     from inference.server.app import Application
     from inference.server.serve import Serving
 
-    app, port = Application(Serving("").opener(None), "policy"), free_port()
+    app, port = Application(Serving("").opener(publish), "policy"), free_port()
     server = uvicorn.Server(uvicorn.Config(app.starlette(), port=port, log_level="error"))
 
     async def run() -> None:
@@ -127,6 +129,30 @@ def served(directory: Path, version: str) -> Iterator[str]:
     yield f"http://127.0.0.1:{port}/v1"
     server.should_exit = True
     thread.join()
+
+
+async def test_cache_events_of_a_server_are_followed(policies: tuple[Path, Path]) -> None:
+    port = events_port()
+    publisher = EventPublisher("127.0.0.1", port)
+    with served(policies[0], "v1", publisher) as address:
+        replica = OpenAIConfig(kind="openai", base_url=address, events_port=port)
+        other, engine = (
+            open_engine(RoutedConfig(kind="routed", replicas=each), policies[0], "v1")
+            for each in ((replica,), (replica, BuiltinConfig(threads=1)))
+        )
+        assert await engine.version() == "v1"
+        await other.generate([7] * 64, SamplingParams(1.0, 4, 1))
+        async with asyncio.timeout(20):
+            while engine._router.choose([7] * 65, max_tokens=1).cached < 64:
+                await asyncio.sleep(0.02)
+        assert engine._router.choose([7] * 65, max_tokens=1).replica == "replica 0", "which another router has asked"
+        await engine.load_weights(policies[1], "v2")
+        assert engine._router.choose([7] * 65, max_tokens=1).cached == 0
+        tasks = [each.task for each in engine._events.values()]
+        await engine.close()
+        await other.close()
+        assert len(tasks) == 1 and all(task.done() for task in tasks)
+    publisher.close()
 
 
 async def test_servers_that_lack_the_policy_or_do_not_answer(
