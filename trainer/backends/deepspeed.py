@@ -75,46 +75,50 @@ class DeepSpeedBackend(ShardedBackend):
         self._parameters = policy.named()
         self._apart = {name for name in self._parameters if group is not None and EXPERTS in name}
         """What this rank trains beside DeepSpeed."""
-
-        def fill(names: Iterable[str]) -> None:
-            with torch.no_grad():
-                for name in names:
-                    whole, parameter = masters[name] if name in trained else frozen[name], self._parameters[name]
-                    parts = expert_ranks if name in self._apart else 1
-                    parameter.copy_(whole.chunk(parts)[ranks.rank if parts > 1 else 0])
-
-        fill(self._parameters.keys() - self._apart)
-        names = {id(parameter): name for name, parameter in self._parameters.items()}
         managed = {name: shape for name, shape in trained.items() if name not in self._apart}
         if not managed:
             raise TrainingConfigError(
                 "backend deepspeed has nothing to train beside the experts: add a projection of the attention to"
                 " trainer.lora.targets, or set trainer.launcher.backend to fsdp2"
             )
+
+        def whole(name: str) -> Tensor:
+            return masters[name] if name in trained else frozen[name]
+
+        self._fill(self._parameters.keys() - self._apart, whole)
         self._engine = _engine(policy, [self._parameters[name] for name in managed], stage, self._apply, ranks.device)
-        fill(self._apart)  # DeepSpeed has given every rank those of rank 0
-        zero = self._engine.optimizer
-        if stage == 3:
-            order = [names[id(parameter)] for group in zero.fp16_groups for parameter in group]
-            flat, starts = zero.fp32_partitioned_groups_flat, []
-        else:
-            order = [names[id(parameter)] for parameter in zero.round_robin_bit16_groups[0]]
-            flat, starts = zero.single_partition_of_fp32_groups, zero.round_robin_bit16_offsets[0]
-        assert len(flat) == 1 and len(order) == len(managed), "all parameters of DeepSpeed are in one partition"
-        self._flat: Tensor = flat[0]
+        self._fill(self._apart, whole)  # DeepSpeed has given every rank those of rank 0
+        self._flat: Tensor
         self._places: dict[str, tuple[int, int]] = {}
         """Start and end of each parameter's part in this rank's partition."""
-        cut = self._cut(order, starts, managed)
+        cut = self._cut(managed)
         for name in self._apart & trained.keys():
             ranges = ranges_by_rank(trained[name], ranks.count, expert_ranks)
             cut[name] = shard_of(name, trained[name], ranges, self._parameters[name].detach().view(-1))
         self.shards = [cut[name] for name in trained]
         self.optimizer = ShardedOptimizer(self.shards, rule, ranks)
 
-    def _cut(self, order: list[str], starts: list[int], shapes: Shapes) -> dict[str, Shard]:
-        """Shards of the parameters that lie in `order` in the partition. starts: see `_layout_1`."""
+    @torch.no_grad()
+    def _fill(self, names: Iterable[str], whole: Callable[[str], Tensor]) -> None:
+        """Copy parameters, or this rank's part of them, from whole ones."""
+        for name in names:
+            found = whole(name)
+            part = found.chunk(self.ranks.count)[self.ranks.rank] if name in self._apart else found
+            self._parameters[name].copy_(part)
+
+    def _cut(self, shapes: Shapes) -> dict[str, Shard]:
+        """Shards of the parameters with these shapes, which DeepSpeed holds in one partition, `_flat`."""
+        zero, count = self._engine.optimizer, self.ranks.count
+        names = {id(parameter): name for name, parameter in self._parameters.items()}
+        if self._zero == 3:
+            order = [names[id(parameter)] for group in zero.fp16_groups for parameter in group]
+            flat, starts = zero.fp32_partitioned_groups_flat, []
+        else:
+            order = [names[id(parameter)] for parameter in zero.round_robin_bit16_groups[0]]
+            flat, starts = zero.single_partition_of_fp32_groups, zero.round_robin_bit16_offsets[0]
+        assert len(flat) == 1 and len(order) == len(shapes), "all parameters of DeepSpeed are in one partition"
+        self._flat = flat[0]
         sizes = {name: math.prod(shapes[name]) for name in order}
-        count = self.ranks.count
         layout = _layout_3(sizes, count) if self._zero == 3 else _layout_1(sizes, starts, len(self._flat), count)
         ranges, offsets = layout
         found = {}
