@@ -72,7 +72,7 @@ def use_kernels(monkeypatch: pytest.MonkeyPatch, parameters: Parameters, recipe:
     by_layer = layer_weights(parameters)
 
     def experts(
-        _: Any, weights: Any, config: Mapping[str, Any], hidden: Tensor, recorded: Tensor | None
+        _: Any, weights: Any, config: Mapping[str, Any], hidden: Tensor, recorded: Tensor | None, *others: object
     ) -> tuple[model._Choice, Tensor]:
         normed = F.rms_norm(hidden, hidden.shape[-1:], weights["post_attention_layernorm"], config["rms_norm_eps"])
         logits = F.linear(normed, weights["mlp.gate"])

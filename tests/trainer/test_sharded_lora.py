@@ -98,6 +98,7 @@ def test_deepspeed_says_that_it_has_nothing_to_train(world: World, base: TrainRe
     assert agent.returncode and "add a projection of the attention to trainer.lora.targets" in said
 
 
+@pytest.mark.slow
 def test_a_sharded_adapter_is_refused_where_the_default_backend_refuses_it(world: World, base: TrainResult) -> None:
     first = run_job(policy_job(world, base, "first", **MOVING))
     assert first is not None
