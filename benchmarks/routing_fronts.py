@@ -19,6 +19,7 @@ from typing import Any
 
 import httpx
 
+from benchmarks.processes import end_process
 from benchmarks.routing_load import Conversation
 from contracts.errors import TriplaneError
 
@@ -40,7 +41,7 @@ class Front:
     headers: Callable[[Conversation], Mapping[str, str]] = _no_headers
     """Of each request."""
     ready: str = "/readiness"
-    """Path that tells how many replicas the router has found."""
+    """Path of the readiness check, which reports the number of healthy replicas."""
 
 
 def _route(urls: Sequence[str], port: int, spare: int) -> list[str]:
@@ -56,7 +57,7 @@ ROUTE, HASHING = Front("route", _route, _ours, "/health"), Front("hashing")
 
 
 def peers(folder: Path) -> list[Front]:
-    """The routers installed in a folder of programs, each with both of its policies for caches."""
+    """The routers whose programs are in `folder`, each with both of its cache-aware policies."""
 
     def front(name: str, program: Sequence[str], policy: str, header: str = "") -> Front:
         def command(urls: Sequence[str], port: int, spare: int) -> list[str]:
@@ -94,12 +95,7 @@ def started(command: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
     try:
         yield process
     finally:
-        process.terminate()
-        try:
-            process.wait(_STOP_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        end_process(process, _STOP_S)
 
 
 def await_reply(

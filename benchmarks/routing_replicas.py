@@ -49,7 +49,7 @@ class Machine:
 
 
 class Replica:
-    """A replica of one event loop, whose seconds it takes."""
+    """A simulated replica. Its times are seconds of the running event loop's clock."""
 
     def __init__(self, machine: Machine) -> None:
         self._machine, self._slots = machine, asyncio.Semaphore(machine.slots)

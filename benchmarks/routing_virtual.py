@@ -1,4 +1,4 @@
-"""Routing in virtual time: the replicas of `routing_replicas`, the router in this process, and a clock that jumps.
+"""Routing in virtual time: the replicas of `routing_replicas` and the router run in this process on a simulated clock.
 
 No machine's speed is in the figures, so equal code gives equal ones: for tuning, and for tests.
 """

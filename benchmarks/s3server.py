@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.processes import end_process
 from contracts.errors import ConfigError, StoreError
 from trainer.lifetime import PARENT_VARIABLE, end_with_parent
 
@@ -93,12 +94,7 @@ def s3_server(folder: Path) -> Iterator[S3Server]:
             raise StoreError(f"the S3 server did not start ({''.join(lines[-1:])}): pip install -e '.[dev]'")
         yield S3Server(f"http://127.0.0.1:{port}", log)
     finally:
-        server.terminate()
-        try:
-            server.wait(_GRACE_S)
-        except subprocess.TimeoutExpired:
-            server.kill()
-            server.wait()
+        end_process(server, _GRACE_S)
 
 
 def counted(application: Application, log: Path) -> Application:

@@ -22,8 +22,7 @@ from inference.engines.builtin import BuiltinEngine
 from inference.engines.tries import REPLICA_FAULTS, TRIES, common_error, router_arguments, send_call
 from inference.errors import EngineError, EngineStopped
 from inference.router import Batch, Decision, Namespace, Router
-from inference.router.subscriber import EventSubscriber
-from inference.router.wire import require
+from inference.router.subscriber import Subscriptions, require_packages
 
 T = TypeVar("T")
 Opener = Callable[[Callable[[Batch], None]], Engine]
@@ -78,10 +77,9 @@ class RoutedEngine:
         self._replicas: dict[str, _Replica] = {}
         for each in replicas:
             self._replicas[each.name] = _Replica(each, each.open(self._listener(each.name)))
-        self._events: dict[str, EventSubscriber] = {}
+        self._events = Subscriptions(self._router, None)
         if any(each.events is not None for each in replicas):
-            require("zmq")
-            require("msgspec")
+            require_packages()
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
         """See Engine.generate. Turns of an episode, which have the same seed, are a session of the router."""
@@ -128,10 +126,7 @@ class RoutedEngine:
     async def close(self) -> None:
         """See Engine.close."""
         self._closed = True
-        following = [self._events.pop(name).task for name in list(self._events)]
-        for task in following:
-            task.cancel()
-        await asyncio.gather(*following, return_exceptions=True)
+        await self._events.close()
         await asyncio.gather(*(each.engine.close() for each in self._replicas.values()))
 
     def serving(self) -> list[str]:
@@ -189,8 +184,8 @@ class RoutedEngine:
             replica.well()
             if replica.name not in self._router.replicas:
                 self._router.add(replica.name, replica.room)
-            if replica.events is not None and replica.name not in self._events:
-                self._events[replica.name] = EventSubscriber(self._router, replica.name, *replica.events)
+            if replica.events is not None:
+                self._events.follow(replica.name, *replica.events)
         except EngineError as error:
             self._leave_out(replica, error)
 
@@ -199,8 +194,7 @@ class RoutedEngine:
             raise EngineStopped("the engine is closed: open another one") from fault
         _log.warning("%s is left out for a while: %s", replica.name, fault)
         replica.leave_out(fault)
-        if replica.name in self._events:
-            self._events.pop(replica.name).task.cancel()
+        self._events.leave(replica.name)
         if replica.name in self._router.replicas:
             self._router.remove(replica.name)
 

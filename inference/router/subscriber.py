@@ -38,26 +38,36 @@ class Subscriptions:
     """Follows the events of the replicas that serve. Belongs to one event loop."""
 
     def __init__(self, router: Router, port: int | None) -> None:
-        """port: where each replica's host publishes; None: nothing is followed. Raises ConfigError without pyzmq."""
+        """port: where the host of each replica of `sync` publishes; None: `sync` follows none. Raises ConfigError if a
+        package is missing.
+        """
         self._router, self._port = router, port
         self.forward: Forward | None = None
         """Gets each batch that was applied."""
         self._followed: dict[str, EventSubscriber] = {}
         if port is not None:
-            require("zmq")
-            require("msgspec")
+            require_packages()
 
     def sync(self, serving: Mapping[str, str]) -> None:
         """Follow exactly these replicas, with their URLs by name, which are added to the router."""
         if self._port is None:
             return
         for name in set(self._followed) - set(serving):
-            self._followed.pop(name).task.cancel()
+            self.leave(name)
         for name, address in serving.items():
             if name not in self._router.replicas:
                 self._router.add(name)
-            if name not in self._followed:
-                self._followed[name] = EventSubscriber(self._router, name, address, self._port, self.forward)
+            self.follow(name, address, self._port)
+
+    def follow(self, name: str, address: str, port: int) -> None:
+        """Follow a replica that the router has, unless it is followed. See EventSubscriber."""
+        if name not in self._followed:
+            self._followed[name] = EventSubscriber(self._router, name, address, port, self.forward)
+
+    def leave(self, name: str) -> None:
+        """Stop following a replica, if it is followed."""
+        if name in self._followed:
+            self._followed.pop(name).task.cancel()
 
     async def close(self) -> None:
         """Stop following. Idempotent."""
@@ -66,6 +76,12 @@ class Subscriptions:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def require_packages() -> None:
+    """Raise ConfigError if a package that reads events is missing."""
+    require("zmq")
+    require("msgspec")
 
 
 class EventSubscriber:

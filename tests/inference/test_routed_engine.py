@@ -148,7 +148,7 @@ async def test_cache_events_of_a_server_are_followed(policies: tuple[Path, Path]
         assert engine._router.choose([7] * 65, max_tokens=1).replica == "replica 0", "which another router has asked"
         await engine.load_weights(policies[1], "v2")
         assert engine._router.choose([7] * 65, max_tokens=1).cached == 0
-        tasks = [each.task for each in engine._events.values()]
+        tasks = [each.task for each in engine._events._followed.values()]
         await engine.close()
         await other.close()
         assert len(tasks) == 1 and all(task.done() for task in tasks)

@@ -52,6 +52,15 @@ def run_in_ranks(job: SftJob | RlJob) -> dict[str, ArtifactRef]:
     return {name: ArtifactRef(**result[name]) for name in ("checkpoint", "trainer_state")}
 
 
+def kill_at_step_8(job: SftJob | RlJob) -> None:
+    agent = start(job)
+    assert agent.stderr is not None
+    while "step 8," not in (line := agent.stderr.readline()):
+        assert line, "the job ended too early"
+    agent.kill()
+    agent.communicate()
+
+
 def tensors_of(artifact: Artifact, name: str) -> dict[str, torch.Tensor]:
     files = TensorFiles(artifact.directory(), name)
     return {tensor: files.tensor(tensor) for tensor in files.forms}
@@ -212,12 +221,7 @@ def test_a_killed_job_of_fsdp2_continues_from_the_snapshot_that_its_ranks_wrote(
     config = {"max_steps": 12, "evaluate_every": 4, "snapshot_every": 4}
     undisturbed = run_in_ranks(with_backend(world.sft_job("undisturbed", **config), 2, **FSDP2))
     job = with_backend(world.sft_job("killed", **config), 2, **FSDP2)
-    agent = start(job)
-    assert agent.stderr is not None
-    while "step 8," not in (line := agent.stderr.readline()):
-        assert line, "the job ended too early"
-    agent.kill()
-    agent.communicate()
+    kill_at_step_8(job)
     assert run_in_ranks(job)["checkpoint"].digest == undisturbed["checkpoint"].digest
 
 

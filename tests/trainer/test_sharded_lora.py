@@ -7,7 +7,17 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_backends import BACKENDS, EXPERTS, STILL, difference, moments, policy_job, run_in_ranks, with_backend
+from test_backends import (
+    BACKENDS,
+    EXPERTS,
+    STILL,
+    difference,
+    kill_at_step_8,
+    moments,
+    policy_job,
+    run_in_ranks,
+    with_backend,
+)
 from test_trainer_ranks import start
 from trainer_world import World
 
@@ -77,12 +87,7 @@ def test_a_killed_job_continues_the_adapter_of_its_snapshot(world: World, base: 
         with_backend(world.sft_job(name, **config).model_copy(update=begin), 2, **EXPERTS) for name in ("whole", "job")
     )
     undisturbed = run_in_ranks(whole)
-    agent = start(job)
-    assert agent.stderr is not None
-    while "step 8," not in (line := agent.stderr.readline()):
-        assert line, "the job ended too early"
-    agent.kill()
-    agent.communicate()
+    kill_at_step_8(job)
     assert run_in_ranks(job)["checkpoint"].digest == undisturbed["checkpoint"].digest
     weights = [open_artifact(world.store, each).path(WEIGHTS) for each in (base.checkpoint, undisturbed["checkpoint"])]
     assert weights[0].read_bytes() == weights[1].read_bytes()

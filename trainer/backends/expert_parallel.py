@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer.recipes.base import Experts, Recipe
+from trainer.recipes.base import Experts, Recipe, by_expert
 
 
 def exchanged_mixture(
@@ -26,16 +26,14 @@ def exchanged_mixture(
     with recipe fp32 and w8 the numbers are those of one rank up to the rounding of sums.
     """
     ranks, own, picks = group.size(), len(experts.gate), chosen.shape[1]
-    slots = chosen.reshape(-1)
-    order = slots.argsort(stable=True)
-    back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    sent = torch.bincount(slots, minlength=ranks * own)
+    order, back = by_expert(chosen)
+    sent = torch.bincount(chosen.reshape(-1), minlength=ranks * own)
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
     counts = torch.stack([each.view(ranks, own).sum(1) for each in (received, sent)]).tolist()
     there = _Exchange.apply(rows[order // picks], *counts, group)  # type: ignore[no-untyped-call]
     # each sender's rows are in the order of the experts
-    expert = torch.arange(own, device=slots.device).repeat(ranks).repeat_interleave(received)
+    expert = torch.arange(own, device=chosen.device).repeat(ranks).repeat_interleave(received)
     rows_there = len(there)
     if not rows_there:  # a row of zeros, so that no kernel starts on nothing and every expert gets a gradient
         there, expert = F.pad(there, (0, 0, 0, 1)), expert.new_zeros(1)

@@ -94,13 +94,19 @@ class Recipe:
 
         rows [tokens, hidden]; shares [tokens, picks]; chosen: int64 [tokens, picks].
         """
-        slots = chosen.reshape(-1)
-        order = slots.argsort(stable=True)
-        back = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
-        ends = torch.bincount(slots, minlength=len(experts.gate)).cumsum(0).int()
+        order, back = by_expert(chosen)
+        ends = torch.bincount(chosen.reshape(-1), minlength=len(experts.gate)).cumsum(0).int()
         routed = rows[order // chosen.shape[1]]
         gate = self.grouped(routed, experts.gate, ends)
         up = self.grouped(routed, experts.up, ends)
         inner = self.narrow(F.silu(self.wide(gate))) * up
         out = self.grouped(inner, experts.down, ends)
         return self.narrow((out[back].view(*chosen.shape, -1) * shares[..., None]).sum(1))
+
+
+def by_expert(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """Permutation that sorts the slots of `chosen`, int64 [tokens, picks], by expert, and its inverse; int64 [slots]
+    each.
+    """
+    order = chosen.reshape(-1).argsort(stable=True)
+    return order, torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))

@@ -57,7 +57,7 @@ class Plugin:
         self.result: dict[str, Any] = {"collect": {}, "tests": [], "runs": {}, "candidates": {}}
         self.sink: Callable[[str, str], None] = lambda status, message: None
         self.direct: dict[str, Callable[[], Any]] = {}
-        """Reports of tests that need nothing of pytest's protocol, by name."""
+        """See `_direct_calls`."""
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection(self, session: pytest.Session) -> None:
@@ -66,10 +66,8 @@ class Plugin:
         cold = [each for each in self.spec.get("candidates", ()) if not each["hot"]]
         if len(cold) > 1:
             files = dict.fromkeys(name.split("::", 1)[0] for each in cold for name in each["tests"])
-            for _ in _in_forks(
-                iter([("", functools.partial(_keep_code, session, list(files)))]), 1, self.spec["idle_s"]
-            ):
-                pass
+            keeping = iter([("", functools.partial(_keep_code, session, list(files)))])
+            list(_in_forks(keeping, 1, self.spec["idle_s"]))
         jobs = ((each["id"], functools.partial(self._cold, session, each)) for each in cold)
         self._screen(jobs, {each["id"]: each for each in cold})
 
@@ -252,8 +250,8 @@ _HOOKS = "runtest_protocol runtest_setup runtest_call runtest_teardown pyfunc_ca
 
 
 def _direct_calls(config: pytest.Config, items: Iterable[pytest.Item]) -> dict[str, Callable[[], Any]]:
-    """Calls of the tests that need nothing of pytest's protocol, which takes longer than most tests: functions without
-    fixtures, marks and foreign hooks. A call returns the report of a test that did not pass.
+    """Direct calls, by name, of the tests that behave the same without pytest's protocol, which takes longer than most
+    tests: functions without fixtures, marks and hooks of plugins. A call returns a report if the test did not pass.
     """
     try:
         from _pytest.assertion import pytest_runtest_protocol as explain_assertions
@@ -489,7 +487,7 @@ def _overlay(candidate: dict[str, Any]) -> dict[str, bytes]:
 
     def get_data(self: SourceFileLoader, path: str) -> bytes:
         if path.startswith(f"{CODE}/") and path.rsplit(".", 2)[0] in compiled:
-            raise FileNotFoundError(path)  # of the file as it was
+            raise FileNotFoundError(path)  # byte code of the unchanged file
         return changed[path] if path in changed else plain(self, path)
 
     setattr(SourceFileLoader, "get_data", get_data)  # noqa: B010 - a plain assignment has the wrong type
