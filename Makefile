@@ -51,7 +51,7 @@ test-slow: $(NATIVE)  ## minutes-long suites: end to end, the web server, kill a
 	$(ZIG)
 	$(BIN)/pytest $(PARALLEL) -m slow $(SLOW)
 
-test-large: $(NATIVE)  ## a checkpoint of 3 GB in bounded memory; takes 12 GB of memory and of disk
+test-large: $(NATIVE) $(VLLM_STAMP)  ## a checkpoint of 3 GB in bounded memory; takes 12 GB of memory and of disk
 	$(BIN)/pytest -s -m large
 
 test-escape: $(NATIVE)  ## attacks on sandboxes, on every backend that starts here; WITHOUT="gvisor qemu" leaves these out

@@ -20,8 +20,8 @@ from contracts.errors import TriplaneError
 from resources.experiment import Experiment
 from resources.progress import Progress
 from resources.refs import partitions
-from triplane_dagster.assembly import experiments_folder
 from triplane_dagster.cli.bars import Bars
+from triplane_dagster.experiment_files import experiments_folder
 
 POLL_S = 5.0
 PERMUTED = "trainer.permute_rewards=true"

@@ -32,9 +32,9 @@ from ops.iteration_keys import iteration_key
 from resources.experiment import Experiment, load_experiment, read_values
 from resources.overrides import apply_overrides
 from resources.progress import Progress, ProgressSink
-from triplane_dagster.assembly import experiments_folder
 from triplane_dagster.cli.bars import Bars
 from triplane_dagster.cli.quiet import quiet_dagster
+from triplane_dagster.experiment_files import experiments_folder
 from triplane_dagster.run import Runner, open_runner
 
 BUCKET = "triplane"

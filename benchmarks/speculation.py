@@ -35,8 +35,9 @@ from resources.experiment import Experiment
 from resources.progress import no_progress
 from resources.refs import require_ref
 from trainer.model_config import ModelConfig
-from triplane_dagster.assembly import definitions_for, experiments_folder
+from triplane_dagster.assembly import definitions_for
 from triplane_dagster.cli.quiet import quiet_dagster
+from triplane_dagster.experiment_files import experiments_folder
 from triplane_dagster.iterations import next_partition
 from triplane_dagster.jobs import base_job_name, iteration_job_name
 from triplane_dagster.run import open_instance

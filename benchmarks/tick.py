@@ -33,7 +33,8 @@ from ops.deploy_decision import Decision
 from ops.iteration_keys import iteration_key
 from resources.experiment import Experiment, load_experiment
 from resources.refs import write_ref
-from triplane_dagster.assembly import definitions_for, experiments_folder
+from triplane_dagster.assembly import definitions_for
+from triplane_dagster.experiment_files import experiments_folder
 from triplane_dagster.jobs import EXPERIMENT_TAG, TARGET_TAG, iteration_job_name
 from triplane_dagster.targets import request_target
 

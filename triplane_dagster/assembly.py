@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import dagster as dg
 
 from assets import experiment_assets
-from resources.errors import ExperimentError
-from resources.experiment import Experiment, find_experiments, load_experiment
+from resources.experiment import Experiment
 from resources.progress import ProgressSink, no_progress
 from resources.ref_io import RefIOManager
 from resources.sampler import SamplerResource
@@ -22,6 +18,7 @@ from resources.training_launcher import TrainingLauncher
 from triplane_dagster.alerts import alert_on_failure
 from triplane_dagster.broken_files import BrokenFile, broken_assets
 from triplane_dagster.executors import step_executor
+from triplane_dagster.experiment_files import experiments_folder, load_folder
 from triplane_dagster.freshness import with_freshness
 from triplane_dagster.jobs import base_job, half_jobs, iteration_job, rollback_job
 from triplane_dagster.orphans import orphan_sensors
@@ -29,49 +26,6 @@ from triplane_dagster.overdue import overdue_sensors
 from triplane_dagster.schedules import nightly
 from triplane_dagster.sensors import continue_sequence
 from triplane_dagster.training_job import train_job
-
-FOLDER_VARIABLE = "TRIPLANE_EXPERIMENTS"
-
-
-def experiments_folder() -> Path:
-    """Folder of the experiment files: $TRIPLANE_EXPERIMENTS, else experiments/ here, else the one beside the code."""
-    named = os.environ.get(FOLDER_VARIABLE)
-    if named:
-        return Path(named)
-    here = Path("experiments")
-    return here if here.is_dir() else Path(__file__).resolve().parents[1] / "experiments"
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """The experiment files of a folder."""
-
-    files: dict[Path, Experiment]
-    """Experiments by file; their names differ."""
-    broken: tuple[BrokenFile, ...]
-    """Malformed files, and files with the name of an earlier one."""
-
-    @property
-    def experiments(self) -> list[Experiment]:
-        """The experiments that can be used."""
-        return list(self.files.values())
-
-
-def load_folder(folder: Path) -> Loaded:
-    """Load every experiment of a folder. A file that can't be used does not affect the others."""
-    files: dict[str, Path] = {}
-    experiments: dict[Path, Experiment] = {}
-    broken = []
-    for path in find_experiments(folder):
-        try:
-            experiment = load_experiment(path)
-            first = files.setdefault(experiment.name, path)
-            if first != path:
-                raise ExperimentError(f"{first} and {path} are both called {experiment.name}: rename one")
-            experiments[path] = experiment
-        except ExperimentError as error:
-            broken.append(BrokenFile(path, error))
-    return Loaded(experiments, tuple(broken))
 
 
 def load_definitions() -> dg.Definitions:

@@ -24,10 +24,10 @@ def step_executor() -> dg.ExecutorDefinition:
     if name != "k8s":
         raise ConfigError(f"{EXECUTOR_VARIABLE}={name}: no such executor; use in_process, multiprocess or k8s")
     try:
-        from triplane_dagster.step_pods import configured, step_pods_definition, with_named_faults
+        from triplane_dagster.step_pods import configured, prepared, step_pods_definition
     except ImportError:
         raise ConfigError(f"{EXECUTOR_VARIABLE}=k8s needs dagster-k8s: run pip install 'triplane[k8s]'") from None
-    return _tagging(step_pods_definition, configured, with_named_faults)
+    return _tagging(step_pods_definition, configured, prepared)
 
 
 def _forked(config: Mapping[str, Any]) -> Mapping[str, object]:

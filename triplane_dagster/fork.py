@@ -22,7 +22,7 @@ from ops.replay import differences, preview
 from resources.errors import ExperimentError, IterationRefused
 from resources.experiment import Experiment, ForkConfig, load_experiment, parse_experiment, read_values
 from resources.overrides import apply_overrides, merge
-from triplane_dagster.assembly import load_folder
+from triplane_dagster.experiment_files import load_folder
 
 _OWN = ("name", "fork", "extends")
 

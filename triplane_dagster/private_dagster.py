@@ -16,6 +16,9 @@ from dagster._core.definitions.unresolved_asset_job_definition import Unresolved
 # The client of a code server raises it when the server can't be reached.
 from dagster._core.errors import DagsterAssetCheckFailedError, DagsterUserCodeUnreachableError
 
+# What an event of a step handler needs, even if there is nothing to add.
+from dagster._core.events import EngineEventData
+
 # The command line replaces `compute_logs.tail_to_stream`: mirroring of step output has no setting.
 from dagster._core.execution import compute_logs
 
@@ -54,6 +57,7 @@ __all__ = [
     "ConfigurableClassData",
     "DagsterAssetCheckFailedError",
     "DagsterUserCodeUnreachableError",
+    "EngineEventData",
     "ProxyServerManager",
     "StepDelegatingExecutor",
     "StepHandler",

@@ -9,6 +9,7 @@ begun, exit with 0, and the run would wait forever (dagster 33755).
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,6 +20,7 @@ from dagster_k8s import k8s_job_executor
 from kubernetes.client import ApiException
 from urllib3.exceptions import HTTPError
 
+from triplane_dagster.experiment_files import experiments_folder
 from triplane_dagster.pending_pods import start_bound_s, why_not_started
 from triplane_dagster.pod_faults import faults_of
 from triplane_dagster.private_dagster import (
@@ -27,11 +29,14 @@ from triplane_dagster.private_dagster import (
     StepHandler,
     StepHandlerContext,
 )
+from triplane_dagster.step_pool import VARIABLE, PooledSteps
 
 JOB_SPEC = {"backoff_limit": 0, "ttl_seconds_after_finished": 3600}
 """Fields of the Jobs of steps. An hour leaves time to read why a pod failed."""
 CHECK_S = 5
 """Seconds between two checks of a step's pod."""
+POLL_S = 0.2
+"""Seconds between two looks for events of steps."""
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
 
 step_pods_definition = k8s_job_executor
@@ -49,11 +54,18 @@ def configured(given: Mapping[str, Any]) -> dict[str, Any]:
     return {**given, "step_k8s_config": own, "enable_owner_references": _ACCOUNT.exists()}
 
 
-def with_named_faults(executor: dg.Executor) -> dg.Executor:
-    """Let an executor of step pods check them more often, and say why a pod was lost."""
+def prepared(executor: dg.Executor) -> dg.Executor:
+    """Let an executor of step pods check them more often, say why a pod was lost, and use the pool, if there is one.
+
+    Raises ConfigError for a pool that can't be used.
+    """
     assert isinstance(executor, StepDelegatingExecutor), "k8s_job_executor makes one"
-    executor._step_handler = _NamedFaults(executor._step_handler)
+    handler: StepHandler = _NamedFaults(executor._step_handler)
+    if pool := os.environ.get(VARIABLE):
+        handler = PooledSteps(handler, pool, experiments_folder())
+    executor._step_handler = handler
     executor._check_step_health_interval_seconds = CHECK_S
+    executor._sleep_seconds = POLL_S
     return executor
 
 

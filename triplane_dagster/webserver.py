@@ -73,7 +73,7 @@ def main(
     port: Annotated[int, typer.Option("--port", "-p", help="Port to listen on.")] = 3000,
 ) -> None:
     """Serve the Dagster UI and reports. The instance is $DAGSTER_HOME, else that of ./dagster.yaml."""
-    from triplane_dagster.assembly import experiments_folder, load_folder
+    from triplane_dagster.experiment_files import experiments_folder, load_folder
     from triplane_dagster.pools import limit_pools
     from triplane_dagster.run import open_instance
 

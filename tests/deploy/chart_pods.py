@@ -22,6 +22,7 @@ FULL: Object = {
     "s3": {"server": {"enabled": True}},
     "extraEnv": {"OMP_NUM_THREADS": "1"},
     "experiments": {"configMap": "night"},
+    "runs": {"executor": "k8s", "pool": {"replicas": 2}},
     "samplers": [{"experiment": "quickstart", "replicas": 2}, {"experiment": "my_night"}],
     "engines": [
         {

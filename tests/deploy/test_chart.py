@@ -14,6 +14,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from resources.placement import PlacementConfig
 from tests.deploy.chart_pods import FULL, Object, environment, instance, run_job, templates
 from tests.deploy.compose import ROOT
 from tests.deploy.render_chart import CHART, render
@@ -270,6 +271,20 @@ def test_the_code_server_tells_runs_which_image_they_use() -> None:
     assert {"name": "DAGSTER_CURRENT_IMAGE", "value": container["image"]} in container["env"]
 
 
+def test_a_pod_of_the_step_pool_is_what_a_step_of_an_experiment_gets_by_default(tmp_path: Path) -> None:
+    pool = dict(templates(objects()))["night-steps"]
+    (container,), run = pool["spec"]["containers"], run_job(objects(), tmp_path)["spec"]["template"]["spec"]
+    assert container["resources"] == PlacementConfig().steps.resources()
+    assert {"name": "DAGSTER_CURRENT_IMAGE", "value": container["image"]} in container["env"]
+    (of_run,) = run["containers"]
+    for field in ("image", "volumeMounts"):
+        assert container[field] == of_run[field], field
+    assert {each["name"] for each in pool["spec"]["volumes"]} == {each["name"] for each in run["volumes"]}
+    assert pool["spec"]["serviceAccountName"] == run["serviceAccountName"]
+    assert environment(objects())["TRIPLANE_STEP_POOL"] == "night-steps.rl.svc:4100"
+    assert "TRIPLANE_STEP_POOL" not in environment(render())
+
+
 def test_trainers_take_configuration_and_credentials_by_name() -> None:
     found = environment(objects())
     assert found["TRIPLANE_KUBERNETES_ENV"] == "configmap/night-env,secret/triplane-s3"
@@ -312,7 +327,7 @@ def test_an_engine_gets_gpus_and_reads_weights_of_its_sidecar() -> None:
 def test_selectors_find_the_pods_of_their_object_alone() -> None:
     labels = {name: each["metadata"]["labels"] for name, each in templates(objects())}
     services = [each for each in objects() if each["kind"] == "Service"]
-    assert len(services) == 8
+    assert len(services) == 9
     for service in services:
         chosen = service["spec"]["selector"].items()
         matched = [name for name, each in labels.items() if chosen <= each.items()]
@@ -330,7 +345,7 @@ def test_every_pod_denies_connections_that_no_policy_allows(pods: dict[str, Obje
     listening = {
         each["metadata"]["labels"]["app.kubernetes.io/component"] for each in objects() if each["kind"] == "Service"
     }
-    assert len(listening) == 8
+    assert len(listening) == 9
     for name, template in templates(objects()):
         wanted = {port["containerPort"] for each in containers(template) for port in each.get("ports", [])}
         open_ports = {

@@ -38,6 +38,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"daemon": {"replicas": 2}}, "replicas"),
     ({"code": {"resources": {"requests": {"cpu": "many"}}}}, "/code/resources/requests/cpu"),
     ({"runs": {"executor": "k9s"}}, "/runs/executor"),
+    ({"runs": {"pool": {"replicas": 1}}}, "runs.pool.replicas"),
+    ({"runs": {"pool": {"replicas": -1}}}, "/runs/pool/replicas"),
     ({"runs": {"ttlSeconds": "1h"}}, "/runs/ttlSeconds"),
     ({"runs": {"tolerations": [{"key": "a", "effect": "Never"}]}}, "/runs/tolerations/0/effect"),
     ({"trainer": {"launcher": "slurm"}}, "/trainer/launcher"),

@@ -11,7 +11,10 @@ from typing import Any
 
 import pytest
 
+from tests.vllm.conftest import VLLM_PYTHON
+
 SCRIPT = Path(__file__).with_name("large_checkpoint.py")
+IN_VLLM = SCRIPT.with_name("large_in_vllm.py")
 MB = 10**6
 
 
@@ -19,15 +22,18 @@ MB = 10**6
 @pytest.mark.timeout(3600)
 def test_3_gb_in_parts_of_512_mb_take_the_memory_of_one_part(tmp_path: Path) -> None:
     def run(step: str) -> dict[str, Any]:
+        return program(step, sys.executable, SCRIPT, step, tmp_path / "store")
+
+    def program(step: str, *command: str | Path) -> dict[str, Any]:
         done = subprocess.run(
-            [sys.executable, str(SCRIPT), step, str(tmp_path / "store")],
+            [str(each) for each in command],
             env={**os.environ, "TRIPLANE_CACHE": str(tmp_path / "cache")},
             capture_output=True,
             text=True,
         )
         assert done.returncode == 0, done.stderr
         print(step, done.stdout.strip())
-        found: dict[str, Any] = json.loads(done.stdout)
+        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
         return found
 
     written = run("write")
@@ -37,6 +43,10 @@ def test_3_gb_in_parts_of_512_mb_take_the_memory_of_one_part(tmp_path: Path) -> 
     assert run("verify")["peak"] <= 100 * MB, "files are hashed as streams, headers are read alone"
     loaded = run("engine")
     assert loaded["peak"] <= loaded["model"] + bound
-    assert run("plain")["peak"] <= bound
+    plain = run("plain")
+    assert plain["peak"] <= bound
     read = run("transformers")
     assert read["missing"] == read["unexpected"] == []
+    assert VLLM_PYTHON.exists(), f"{VLLM_PYTHON} is missing: run `make test-large`, which builds it"
+    served = program("vllm", VLLM_PYTHON, IN_VLLM, plain["directory"])
+    assert served["same"] and served["peak"] <= served["model"] + bound

@@ -63,8 +63,8 @@ def _machine_checks(thorough: bool) -> list[Check]:
 
 
 def _cluster_checks() -> list[Check]:
-    from triplane_dagster.assembly import experiments_folder, load_folder
     from triplane_dagster.doctor import cluster
+    from triplane_dagster.experiment_files import experiments_folder, load_folder
 
     return cluster.checks(load_folder(experiments_folder()).experiments)
 

@@ -26,7 +26,7 @@ def find_experiment(name: str, overrides: list[str] | None = None) -> Experiment
 
 def file_of(name: str) -> Path:
     """File of an experiment, given its path, its file name or the `name` inside it."""
-    from triplane_dagster.assembly import experiments_folder, load_folder
+    from triplane_dagster.experiment_files import experiments_folder, load_folder
 
     if name.endswith((".yaml", ".yml")):
         return Path(name)
@@ -46,7 +46,7 @@ def file_of(name: str) -> Path:
 @app.command("list")
 def list_experiments(as_json: AsJson = False) -> None:
     """List the experiments."""
-    from triplane_dagster.assembly import experiments_folder, load_folder
+    from triplane_dagster.experiment_files import experiments_folder, load_folder
 
     loaded = load_folder(experiments_folder())
     rows = [

@@ -52,8 +52,8 @@ def ui(
     os.environ.setdefault("DAGSTER_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("TRIPLANE_STORE", str(Path(".triplane/store").absolute()))
     os.chdir(root)
-    from triplane_dagster.assembly import experiments_folder, load_folder
     from triplane_dagster.dead_runs import end_dead_runs
+    from triplane_dagster.experiment_files import experiments_folder, load_folder
     from triplane_dagster.pools import limit_pools
     from triplane_dagster.run import open_instance
     from triplane_dagster.webserver import serve

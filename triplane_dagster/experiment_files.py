@@ -1,0 +1,62 @@
+"""The folder of experiment files that Dagster's processes load."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from contracts.digests import sha256
+from resources.errors import ExperimentError
+from resources.experiment import Experiment, find_experiments, load_experiment
+from triplane_dagster.broken_files import BrokenFile
+
+FOLDER_VARIABLE = "TRIPLANE_EXPERIMENTS"
+
+
+def experiments_folder() -> Path:
+    """Folder of the experiment files: $TRIPLANE_EXPERIMENTS, else experiments/ here, else the one beside the code."""
+    named = os.environ.get(FOLDER_VARIABLE)
+    if named:
+        return Path(named)
+    here = Path("experiments")
+    return here if here.is_dir() else Path(__file__).resolve().parents[1] / "experiments"
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The experiment files of a folder."""
+
+    files: dict[Path, Experiment]
+    """Experiments by file; their names differ."""
+    broken: tuple[BrokenFile, ...]
+    """Malformed files, and files with the name of an earlier one."""
+
+    @property
+    def experiments(self) -> list[Experiment]:
+        """The experiments that can be used."""
+        return list(self.files.values())
+
+
+def load_folder(folder: Path) -> Loaded:
+    """Load every experiment of a folder. A file that can't be used does not affect the others."""
+    files: dict[str, Path] = {}
+    experiments: dict[Path, Experiment] = {}
+    broken = []
+    for path in find_experiments(folder):
+        try:
+            experiment = load_experiment(path)
+            first = files.setdefault(experiment.name, path)
+            if first != path:
+                raise ExperimentError(f"{first} and {path} are both called {experiment.name}: rename one")
+            experiments[path] = experiment
+        except ExperimentError as error:
+            broken.append(BrokenFile(path, error))
+    return Loaded(experiments, tuple(broken))
+
+
+def experiments_digest(folder: Path) -> str:
+    """Digest of the experiment files of a folder, whether they can be used or not."""
+    files = [(path.name, sha256(path.read_bytes())) for path in find_experiments(folder)]
+    return sha256(json.dumps(files).encode())
