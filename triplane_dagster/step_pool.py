@@ -1,7 +1,7 @@
 """Steps in a pool of pods that have imported the definitions already; a pod that starts takes seconds for that.
 
     launch a step  ->  Claim a pod of $TRIPLANE_STEP_POOL  ->  Run the step in it
-                         none is free, or the step has a placement of its own  ->  a Job, as without a pool
+                         none is free, or the step asks for more than they have  ->  a Job, as without a pool
 
 The connection of Run is the step's lease: when it breaks, the pod ends the step's process, and the health check here
 fails, so that the op's RetryPolicy launches the step again.
@@ -21,16 +21,18 @@ from typing import Any
 
 import dagster as dg
 import grpc
+from kubernetes.utils.quantity import parse_quantity
 
 from contracts.errors import ConfigError
 from contracts.pb import steps_pb2, steps_pb2_grpc
 from ops.pod_tags import CONFIG_TAG
-from resources.placement import PlacementConfig
 from triplane_dagster.experiment_files import experiments_digest
 from triplane_dagster.private_dagster import CheckStepHealthResult, EngineEventData, StepHandler, StepHandlerContext
 
 VARIABLE = "TRIPLANE_STEP_POOL"
 """Addresses of the pool's pods, host:port, with commas between. A headless Service's name stands for all its pods."""
+RESOURCES = "TRIPLANE_STEP_POOL_RESOURCES"
+"""Variable with requests and limits of the pool's pods, as JSON. Steps that ask for more get pods of their own."""
 PASSWORD = "DAGSTER_POSTGRES_PASSWORD"
 """Variable with the password of Dagster's records. Whoever has it may launch anything: the pool's key is made of it."""
 ALIVE = [
@@ -68,6 +70,7 @@ class PooledSteps(StepHandler):
         super().__init__()
         self._inner = inner
         self._addresses = [_host_and_port(each.strip()) for each in addresses.split(",")]
+        self._resources = json.loads(os.environ.get(RESOURCES, "{}"))
         self._experiments = experiments_digest(folder)
         self._credentials = (("authorization", f"Bearer {pool_key()}"),)
         self._pods: dict[str, steps_pb2_grpc.StepPoolStub] = {}
@@ -84,7 +87,7 @@ class PooledSteps(StepHandler):
         key = _step(step_handler_context)
         self._running.pop(key, None)
         step = step_handler_context.get_step_context(key)
-        if _has_own_placement(step_handler_context.step_tags[key]):
+        if not fits(step_handler_context.step_tags[key], self._resources):
             yield from self._inner.launch_step(step_handler_context)
             return
         claimed, refusals = self._claim(step_handler_context)
@@ -172,12 +175,17 @@ def _request(claim: str, context: StepHandlerContext, key: str) -> steps_pb2.Run
     return steps_pb2.RunRequest(claim=claim, arguments=arguments, environment=environment)
 
 
-def _has_own_placement(tags: Mapping[str, str]) -> bool:
-    """Whether a step's tags ask for other resources or nodes than the default, which the pool's pods have."""
+def fits(tags: Mapping[str, str], pool: Mapping[str, Mapping[str, str]]) -> bool:
+    """Whether a step with these tags names no nodes, and asks for no more than pods with the resources `pool` have."""
     config = json.loads(tags.get(CONFIG_TAG, "{}"))
-    default = PlacementConfig().steps
-    asked = (config.get("container_config", {}).get("resources"), config.get("pod_spec_config"))
-    return asked != (default.resources(), default.pod_fields())
+    asked = config.get("container_config", {}).get("resources")
+    if not asked or config.get("pod_spec_config"):
+        return False
+    return all(
+        name in pool.get(kind, {}) and parse_quantity(amount) <= parse_quantity(pool[kind][name])
+        for kind, amounts in asked.items()
+        for name, amount in amounts.items()
+    )
 
 
 def _host_and_port(address: str) -> tuple[str, int]:

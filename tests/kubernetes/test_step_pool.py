@@ -22,7 +22,7 @@ from resources.experiment import load_experiment
 from tests.kubernetes.pool_driver import IMAGE
 from triplane_dagster.assembly import definitions_for
 from triplane_dagster.experiment_files import experiments_digest
-from triplane_dagster.step_pool import PASSWORD, PooledSteps, _has_own_placement, pool_key
+from triplane_dagster.step_pool import PASSWORD, PooledSteps, fits, pool_key
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "tests" / "dagster" / "tiny.yaml"
@@ -169,18 +169,20 @@ def test_a_pod_with_the_present_files_stays_when_a_run_has_older_ones(pod: Pod) 
     assert pod.run("exit", "0").result().exit_code == 0
 
 
-def test_only_steps_with_the_default_placement_go_to_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_that_ask_for_no_more_than_the_pool_has_go_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRIPLANE_EXECUTOR", "k8s")
+    pool = {"requests": {"cpu": "250m", "memory": "2Gi"}, "limits": {"memory": "2Gi"}}
 
-    def placed(*overrides: str) -> set[bool]:
+    def fitting(*overrides: str) -> set[bool]:
         repository = definitions_for([load_experiment(TINY, list(overrides))]).get_repository_def()
         ops = [op for job in repository.get_all_jobs() if job.name == "tiny_iteration" for op in job.all_node_defs]
-        return {_has_own_placement(op.tags) for op in ops if isinstance(op, dg.OpDefinition)}
+        return {fits(op.tags, pool) for op in ops if isinstance(op, dg.OpDefinition)}
 
-    assert placed() == {False}
+    assert fitting() == fitting("placement.steps.memory=512Mi", "placement.steps.cpu=0.1") == {True}
     for override in ("memory=3Gi", "cpu=2", "node_selector={a: b}", "priority_class=high"):
-        assert placed(f"placement.steps.{override}") == {True}
-    assert _has_own_placement({}), "a job without an experiment has other resources"
+        assert fitting(f"placement.steps.{override}") == {False}
+    assert not fits({}, pool), "a job without an experiment has resources of the chart"
+    assert not fits({}, {})
 
 
 @pytest.mark.parametrize("addresses", ["pool", "pool:x", "a:1,", ":4100"])

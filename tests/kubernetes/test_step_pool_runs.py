@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -20,11 +21,12 @@ from contracts.store import open_store
 from envd.sandbox.proctree import descendants
 from ops.graph import ONCE, PER_ITERATION
 from resources.experiment import load_experiment
+from resources.placement import PlacementConfig
 from resources.refs import read_ref
 from tests.kubernetes.run_world import PATIENCE_S, ROOT, RunWorld, run_world
 from tests.kubernetes.test_step_pool import is_gone, until
 from triplane_dagster.sequence import run_iterations
-from triplane_dagster.step_pool import PASSWORD, VARIABLE
+from triplane_dagster.step_pool import PASSWORD, RESOURCES, VARIABLE
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
 TINY = ROOT / "tests" / "dagster" / "tiny.yaml"
@@ -40,7 +42,8 @@ class Pool:
 
     @property
     def variables(self) -> dict[str, str]:
-        return {VARIABLE: ",".join(f"127.0.0.1:{port}" for port in self.ports), PASSWORD: "secret"}
+        addresses = ",".join(f"127.0.0.1:{port}" for port in self.ports)
+        return {VARIABLE: addresses, PASSWORD: "secret", RESOURCES: json.dumps(PlacementConfig().steps.resources())}
 
     def start(self, environment: dict[str, str]) -> None:
         for port in self.ports:

@@ -22,7 +22,7 @@ REPAIR = "TRIPLANE_TEST_CLUSTER_UP"
 OUTAGE_S = 30.0
 VICTIMS = {
     "run": "dagster/run-id,!dagster/op",
-    "step": "dagster/op",
+    "step": "app.kubernetes.io/component=step_worker",
     "trainer": "app.kubernetes.io/component=trainer",
     "envd": "app.kubernetes.io/component=envd",
     "daemon": "app.kubernetes.io/component=daemon",
@@ -37,7 +37,13 @@ Fault = Callable[[World, random.Random], str | None]
 
 def _pod(world: World, kind: str, dice: random.Random) -> dict[str, Any] | None:
     pods = [pod for pod in world.get("pods", VICTIMS[kind]) if pod["status"]["phase"] == "Running"]
+    pods = [pod for pod in pods if pod["metadata"]["labels"].get("triplane/role") != "step-pool" or _has_step(pod)]
     return dice.choice(pods) if pods else None
+
+
+def _has_step(pod: dict[str, Any]) -> bool:
+    """Whether a pod of the step pool executes a step: a waiting one has three processes."""
+    return sum(1 for _ in _processes(pod)) > 3
 
 
 def _processes(pod: dict[str, Any]) -> Iterator[int]:

@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import yaml
 
+from resources.placement import PodPlacement
 from tests.deploy.render_chart import CHART, merged, render
 from tests.kubernetes.cluster.support import BUCKETS, KEYS, experiments, postgres_command, s3_server, secret
 from tests.webserver import LAUNCH, ask
@@ -64,7 +65,8 @@ class World:
         self.kubectl("rollout", "status", "deployment/s3", "--timeout=180s", timeout=200)
         self.kubectl("label", "nodes", "--all", "--overwrite", "triplane/pool=sandboxes")
         self.apply(self.objects())
-        for name in ("code", "webserver", "daemon"):
+        pool = ["steps"] if self.values.get("runs", {}).get("pool") else []
+        for name in ("code", "webserver", "daemon", *pool):
             self.kubectl("rollout", "status", f"deployment/{RELEASE}-{name}", "--timeout=600s", timeout=620)
         self.kubectl("rollout", "status", f"daemonset/{RELEASE}-envd", "--timeout=300s", timeout=320)
 
@@ -108,7 +110,7 @@ class World:
             "experiments": {"configMap": "experiments"},
             "extraEnv": self.environment,
             **{name: {"resources": small} for name in ("webserver", "daemon", "code")},
-            "runs": {"resources": small},
+            "runs": {"resources": small, "pool": {"resources": PodPlacement(cpu=0.05, memory="2Gi").resources()}},
             # containerd 1.6 has no user namespaces
             "envd": {"image": image, "resources": small, "pool": 2, "privileged": True},
         }
