@@ -42,7 +42,7 @@ CLAIM_S = 10.0
 """Seconds in which Run must follow Claim."""
 GRACE_S = 50.0
 """Seconds between SIGTERM and SIGKILL of a step's process."""
-_PRELOADED = ["triplane_dagster.definitions", "dagster._cli", "dagster_postgres", "dagster_aws.s3"]
+_PRELOADED = ["triplane_dagster.preloaded", "dagster._cli", "dagster_postgres", "dagster_aws.s3"]
 _SERVICE = steps_pb2.DESCRIPTOR.services_by_name["StepPool"].full_name
 Target = Callable[[Sequence[str], Mapping[str, str]], None]
 

@@ -49,4 +49,5 @@ def test_3_gb_in_parts_of_512_mb_take_the_memory_of_one_part(tmp_path: Path) -> 
     assert read["missing"] == read["unexpected"] == []
     assert VLLM_PYTHON.exists(), f"{VLLM_PYTHON} is missing: run `make test-large`, which builds it"
     served = program("vllm", VLLM_PYTHON, IN_VLLM, plain["directory"])
-    assert served["same"] and served["peak"] <= served["model"] + bound
+    # vLLM maps a part and copies a tensor of it; the largest one is half a part
+    assert served["same"] and served["peak"] <= served["model"] + bound + written["largest"] // 2
