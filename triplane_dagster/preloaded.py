@@ -5,6 +5,8 @@ Nothing here may start a thread or open a connection: steps are forked from the 
 
 from __future__ import annotations
 
+import gc
+
 import pyarrow.dataset  # noqa: F401 - reading datasets
 import torch  # noqa: F401 - training, and the built-in engine
 
@@ -13,3 +15,4 @@ import inference.router.router  # noqa: F401
 from triplane_dagster.definitions import defs
 
 defs.get_repository_def()
+gc.freeze()  # steps don't search through all of this for garbage, nor copy its pages to do so

@@ -35,7 +35,7 @@ JOB_SPEC = {"backoff_limit": 0, "ttl_seconds_after_finished": 3600}
 """Fields of the Jobs of steps. An hour leaves time to read why a pod failed."""
 CHECK_S = 5
 """Seconds between two checks of a step's pod."""
-POLL_S = 0.2
+POLL_S = 0.1
 """Seconds between two looks for events of steps."""
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
 
