@@ -110,6 +110,8 @@ class PooledSteps(StepHandler):
             return self._inner.check_step_health(step_handler_context)
         if not running.call.done():
             return CheckStepHealthResult.healthy()
+        if running.call.cancelled():
+            return CheckStepHealthResult.unhealthy("The step was told to end.")
         if (error := running.call.exception()) is not None:
             why = f"{error.code().name.lower()}: {error.details()}"
             return CheckStepHealthResult.unhealthy(f"Pod {running.pod} of the step pool is lost ({why}).")

@@ -38,7 +38,7 @@ VARIABLES = {
     "TRIPLANE_KUBERNETES_SERVICE_ACCOUNT": "trainers without rights",
 }
 """Variables that pods need, and for what."""
-ADDRESSES = ("DAGSTER_POSTGRES_HOST", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "TRIPLANE_ENVD")
+ADDRESSES = ("DAGSTER_POSTGRES_HOST", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "TRIPLANE_ENVD", "TRIPLANE_STEP_POOL")
 """Variables that name services, as hosts, host:port lists or URLs."""
 _ADMIN = "run this with an administrator's kubeconfig"
 
