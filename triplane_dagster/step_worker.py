@@ -109,7 +109,10 @@ class StepPool(steps_pb2_grpc.StepPoolServicer):
 
     async def end_step(self) -> None:
         """End the running step, if there is one: SIGTERM, and SIGKILL after the grace period."""
-        step, process = self._step, self._process
+        step = self._step
+        while self._process is None and step is not None and not step.done():
+            await asyncio.sleep(0.05)  # it is being started
+        process = self._process
         if step is None or process is None:
             return
         process.terminate()

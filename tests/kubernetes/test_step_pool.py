@@ -58,6 +58,13 @@ class Pod:
         )
         return self.stub.Run.future(request, metadata=[("authorization", self.key)])
 
+    def is_free(self) -> bool:
+        """Whether the pod executes a step now."""
+        try:
+            return bool(self.run("exit", "0").result().exit_code == 0)
+        except grpc.RpcError:
+            return False
+
     def started(self, what: str, file: Path) -> tuple[Any, list[int]]:
         """A running step, its pid and that of a process that it started in a session of its own."""
         call = self.run(what, str(file))
@@ -142,7 +149,15 @@ def test_a_step_that_ignores_sigterm_is_killed(pod: Pod, tmp_path: Path) -> None
     call, pids = pod.started("stubborn", tmp_path / "pids")
     call.cancel()
     until(lambda: all(map(is_gone, pids)))
-    until(lambda: pod.run("exit", "0").exception() is None)
+    until(pod.is_free)
+
+
+def test_a_step_that_is_ended_while_it_starts_does_not_run(pod: Pod, tmp_path: Path) -> None:
+    for pause in (0.0, 0.005, 0.01, 0.02):
+        call = pod.run("sleep", str(tmp_path / f"pids{pause}"))
+        time.sleep(pause)
+        call.cancel()
+        until(pod.is_free)
 
 
 def test_what_a_step_leaves_running_is_killed(pod: Pod, tmp_path: Path) -> None:
