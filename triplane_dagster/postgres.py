@@ -16,7 +16,7 @@ import weakref
 from typing import Any
 
 from dagster_postgres import DagsterPostgresStorage
-from dagster_postgres.utils import create_pg_engine, get_token_provider_from_config
+from dagster_postgres.utils import create_pg_engine, get_token_provider_from_config, pg_url_from_config
 from sqlalchemy import Engine, event
 
 from triplane_dagster.private_dagster import ConfigurableClassData
@@ -29,20 +29,21 @@ class PostgresStorage(DagsterPostgresStorage):
     """Dagster's storage of runs, events and schedules; all three share the connections."""
 
     @classmethod
-    def from_config_value(cls, inst_data: ConfigurableClassData | None, config_value: Any) -> DagsterPostgresStorage:
+    def from_config_value(cls, inst_data: ConfigurableClassData | None, config_value: Any) -> PostgresStorage:
         """See DagsterPostgresStorage.from_config_value."""
-        made = DagsterPostgresStorage.from_config_value(inst_data, config_value)
+        url, tokens = pg_url_from_config(config_value), get_token_provider_from_config(config_value)
+        made = cls(url, config_value.get("should_autocreate_tables", True), inst_data, tokens)
         engine = create_pg_engine(
-            made.postgres_url,
-            get_token_provider_from_config(config_value),
+            url,
+            tokens,
             isolation_level="AUTOCOMMIT",
             pool_size=2,
             max_overflow=20,
             pool_pre_ping=True,  # a connection that the server has closed meanwhile is replaced
         )
         _close_idle(engine)
-        for storage in (made.run_storage, made.event_log_storage, made.schedule_storage):
-            storage._engine = engine  # type: ignore[attr-defined]
+        for storage in (made._run_storage, made._event_log_storage, made._schedule_storage):
+            storage._engine = engine
         return made
 
 

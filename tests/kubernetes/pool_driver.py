@@ -42,7 +42,7 @@ def act(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
 
 
 async def main(port: str, folder: str) -> None:
-    step_worker._PRELOADED.clear()
+    step_worker._PRELOADED[:] = ["tests.kubernetes.pool_driver"]
     step_worker.GRACE_S, step_worker.CLAIM_S = 1.0, 1.0
     await serve(Listening(f"127.0.0.1:{port}", insecure=True), StepPool(Path(folder), IMAGE, act))
 

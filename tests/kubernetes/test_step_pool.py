@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,10 @@ TINY = ROOT / "tests" / "dagster" / "tiny.yaml"
 PATIENCE_S = 60.0
 
 
-class Pod:
-    """A pod of the pool, and a run that uses it."""
+class Server:
+    """A pod of the pool."""
 
-    def __init__(self, folder: Path, key: str | None = None) -> None:
+    def __init__(self, folder: Path) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
@@ -40,11 +41,27 @@ class Pod:
         self.experiments.mkdir()
         (self.experiments / "one.yaml").write_text("name: one")
         command = [sys.executable, "-m", "tests.kubernetes.pool_driver", str(self.port), str(self.experiments)]
-        self.process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        environment = {**os.environ, PASSWORD: "secret"}
+        self.process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         assert self.process.stdout.readline() == f"step pool: ready on port {self.port}\n"
+
+
+@contextmanager
+def serving(folder: Path) -> Iterator[Server]:
+    made = Server(folder)
+    yield made
+    made.process.kill()
+    made.process.wait()
+
+
+class Pod:
+    """A run that uses a pod."""
+
+    def __init__(self, server: Server) -> None:
+        self.process, self.experiments = server.process, server.experiments
         self.key = f"Bearer {pool_key()}"
-        self.channel = grpc.insecure_channel(f"127.0.0.1:{self.port}")
+        self.channel = grpc.insecure_channel(f"127.0.0.1:{server.port}")
         self.stub = steps_pb2_grpc.StepPoolStub(self.channel)  # type: ignore[no-untyped-call]
 
     def claim(self, **changes: str) -> Any:
@@ -72,14 +89,28 @@ class Pod:
         return call, [int(each) for each in file.read_text().split()]
 
 
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(tmp_path_factory.mktemp("pod")) as running:
+        yield running
+
+
 @pytest.fixture
-def pod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pod]:
+def pod(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pod]:
+    """The pod of all tests, free."""
     monkeypatch.setenv(PASSWORD, "secret")
-    made = Pod(tmp_path)
+    made = Pod(server)
+    until(made.is_free)
     yield made
     made.channel.close()
-    made.process.kill()
-    made.process.wait()
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pod]:
+    """A pod of the test alone."""
+    monkeypatch.setenv(PASSWORD, "secret")
+    with serving(tmp_path) as running:
+        yield Pod(running)
 
 
 def until(done: Callable[[], Any]) -> None:
@@ -165,18 +196,18 @@ def test_what_a_step_leaves_running_is_killed(pod: Pod, tmp_path: Path) -> None:
     assert call.result().exit_code == 0 and all(map(is_gone, pids))
 
 
-def test_sigterm_ends_the_step_before_the_pod(pod: Pod, tmp_path: Path) -> None:
-    call, pids = pod.started("sleep", tmp_path / "pids")
-    pod.process.send_signal(signal.SIGTERM)
+def test_sigterm_ends_the_step_before_the_pod(own: Pod, tmp_path: Path) -> None:
+    call, pids = own.started("sleep", tmp_path / "pids")
+    own.process.send_signal(signal.SIGTERM)
     assert call.result().exit_code == 0 and (tmp_path / "pids.told").exists()
-    assert pod.process.wait(PATIENCE_S) == 0 and all(map(is_gone, pids))
+    assert own.process.wait(PATIENCE_S) == 0 and all(map(is_gone, pids))
 
 
-def test_changed_experiment_files_restart_the_pod(pod: Pod) -> None:
-    (pod.experiments / "one.yaml").write_text("name: two")
-    code, words = refused(pod.claim)
+def test_changed_experiment_files_restart_the_pod(own: Pod) -> None:
+    (own.experiments / "one.yaml").write_text("name: two")
+    code, words = refused(own.claim)
     assert code is grpc.StatusCode.FAILED_PRECONDITION and "other experiment files" in words
-    assert pod.process.wait(PATIENCE_S) == 0
+    assert own.process.wait(PATIENCE_S) == 0
 
 
 def test_a_pod_with_the_present_files_stays_when_a_run_has_older_ones(pod: Pod) -> None:

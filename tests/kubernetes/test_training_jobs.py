@@ -85,8 +85,9 @@ def test_two_pods_train_the_checkpoint_of_two_local_ranks(world: World, cluster:
     assert messages_left() == []
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not has_mounts(), reason="pods would see the disks of each other")
-@pytest.mark.parametrize("backend", ["fsdp2", pytest.param("deepspeed", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["fsdp2", "deepspeed"])
 def test_two_pods_without_a_common_disk_train_the_checkpoint_of_two_local_ranks(
     remote_world: World, cluster: Cluster, backend: str
 ) -> None:

@@ -84,6 +84,7 @@ def test_two_machines_of_two_ranks_train_the_checkpoint_of_four_ranks(world: Wor
     assert found == expected
 
 
+@pytest.mark.slow
 def test_killed_machine_ends_the_ranks_of_the_others(world: World) -> None:
     config = {"max_steps": 4000, "evaluate_every": 5, "expected_solve": 1.0}
     job = world.sft_job("lost", **config).model_copy(update={"ranks": 2, "rank_timeout_s": 10.0})
