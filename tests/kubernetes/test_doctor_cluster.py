@@ -86,6 +86,9 @@ def test_a_name_that_does_not_resolve_is_told(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("DAGSTER_POSTGRES_HOST", "localhost")
     monkeypatch.setenv("TRIPLANE_ENVD", "no-such-host.invalid:7400,127.0.0.1:7400")
     assert checks.names().found == "no such host: no-such-host.invalid"
+    monkeypatch.setenv("TRIPLANE_STEP_POOL", "dns:no-such-pool.invalid:4100,dns:localhost:4100")
+    assert checks.names().found == "no such host: no-such-host.invalid, no-such-pool.invalid"
+    monkeypatch.delenv("TRIPLANE_STEP_POOL")
     monkeypatch.setenv("TRIPLANE_ENVD", "127.0.0.1:7400")
     assert checks.names().state == "ok"
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from contracts import kubernetes_client
+from contracts.addresses import DNS
 from contracts.kubernetes_client import namespace
 from resources.kubernetes.manifests import JOBSETS
 from triplane_dagster.doctor.cluster_rights import JOBSET_RIGHTS, RIGHTS, Right
@@ -188,7 +189,7 @@ def names() -> Finding:
 
 def _hosts(value: str) -> Iterator[str]:
     for part in filter(None, (each.strip() for each in value.split(","))):
-        host = urlsplit(part if "://" in part else f"//{part}").hostname
+        host = urlsplit(part if "://" in part else f"//{part.removeprefix(DNS)}").hostname
         if host and not part.startswith("unix:"):
             yield host
 
