@@ -9,11 +9,9 @@ fails, so that the op's RetryPolicy launches the step again.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import random
-import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,14 +21,16 @@ import dagster as dg
 import grpc
 from kubernetes.utils.quantity import parse_quantity
 
-from contracts.errors import ConfigError
+from contracts.addresses import parse_addresses, resolve
+from contracts.digests import sha256
+from contracts.errors import ConfigError, NameUnresolved
 from contracts.pb import steps_pb2, steps_pb2_grpc
 from ops.pod_tags import CONFIG_TAG
 from triplane_dagster.experiment_files import experiments_digest
 from triplane_dagster.private_dagster import CheckStepHealthResult, EngineEventData, StepHandler, StepHandlerContext
 
 VARIABLE = "TRIPLANE_STEP_POOL"
-"""Addresses of the pool's pods, host:port, with commas between. A headless Service's name stands for all its pods."""
+"""Addresses of the pool's pods, see `contracts.addresses`: dns:NAME:PORT stands for all pods of a headless Service."""
 RESOURCES = "TRIPLANE_STEP_POOL_RESOURCES"
 """Variable with requests and limits of the pool's pods, as JSON. Steps that ask for more get pods of their own."""
 PASSWORD = "DAGSTER_POSTGRES_PASSWORD"
@@ -43,6 +43,7 @@ ALIVE = [
 ]
 """Options of both ends: a pod or a run whose node is gone is noticed within 25 s."""
 _CLAIM_S = 3.0
+"""Seconds in which a pod must reply to Claim, and the name service tell which pods there are."""
 
 
 def pool_key() -> str:
@@ -50,7 +51,7 @@ def pool_key() -> str:
     password = os.environ.get(PASSWORD)
     if not password:
         raise ConfigError(f"${VARIABLE} needs ${PASSWORD}: the key of the pool is made of it")
-    return hashlib.sha256(b"step pool:" + password.encode()).hexdigest()
+    return sha256(b"step pool:" + password.encode())
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class PooledSteps(StepHandler):
         """addresses: see VARIABLE. folder: the experiment files that this run has loaded. Raises ConfigError."""
         super().__init__()
         self._inner = inner
-        self._addresses = [_host_and_port(each.strip()) for each in addresses.split(",")]
+        self._addresses = parse_addresses(addresses, VARIABLE)
         self._resources = json.loads(os.environ.get(RESOURCES, "{}"))
         self._experiments = experiments_digest(folder)
         self._credentials = (("authorization", f"Bearer {pool_key()}"),)
@@ -140,7 +141,11 @@ class PooledSteps(StepHandler):
         origin = context.execute_step_args.job_origin.repository_origin
         request = steps_pb2.ClaimRequest(image=origin.container_image or "", experiments=self._experiments)
         refusals = []
-        for address in self._found():
+        try:
+            found = [each.target for each in resolve(self._addresses, timeout_s=_CLAIM_S)]
+        except NameUnresolved as error:  # no pod is ready
+            return None, str(error)
+        for address in random.sample(found, len(found)):
             if address not in self._pods:
                 self._pods[address] = steps_pb2_grpc.StepPoolStub(grpc.insecure_channel(address, options=ALIVE))  # type: ignore[no-untyped-call]
             stub = self._pods[address]
@@ -148,18 +153,7 @@ class PooledSteps(StepHandler):
                 return (stub, stub.Claim(request, timeout=_CLAIM_S, metadata=self._credentials)), ""
             except grpc.RpcError as error:
                 refusals.append(f"{address}: {error.details()}")
-        return None, "; ".join(refusals) or "no pod is ready"
-
-    def _found(self) -> list[str]:
-        """Addresses of the pool's pods now, in random order."""
-        found = set()
-        for host, port in self._addresses:
-            try:
-                infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-            except socket.gaierror:  # a Service without a ready pod has no address
-                continue
-            found |= {_joined(*info[4][:2]) for info in infos}
-        return random.sample(sorted(found), len(found))
+        return None, "; ".join(refusals)
 
 
 def _step(context: StepHandlerContext) -> str:
@@ -188,14 +182,3 @@ def fits(tags: Mapping[str, str], pool: Mapping[str, Mapping[str, str]]) -> bool
         for kind, amounts in asked.items()
         for name, amount in amounts.items()
     )
-
-
-def _host_and_port(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal():
-        raise ConfigError(f"${VARIABLE} names {address!r}: write host:port, with commas between several")
-    return host.strip("[]"), int(port)
-
-
-def _joined(host: Any, port: Any) -> str:
-    return f"[{host}]:{port}" if ":" in str(host) else f"{host}:{port}"

@@ -281,7 +281,7 @@ def test_a_pod_of_the_step_pool_is_what_a_step_of_an_experiment_gets_by_default(
         assert container[field] == of_run[field], field
     assert {each["name"] for each in pool["spec"]["volumes"]} == {each["name"] for each in run["volumes"]}
     assert pool["spec"]["serviceAccountName"] == run["serviceAccountName"]
-    assert environment(objects())["TRIPLANE_STEP_POOL"] == "night-steps.rl.svc:4100"
+    assert environment(objects())["TRIPLANE_STEP_POOL"] == "dns:night-steps.rl.svc:4100"
     assert json.loads(environment(objects())["TRIPLANE_STEP_POOL_RESOURCES"]) == container["resources"]
     assert "TRIPLANE_STEP_POOL" not in environment(render())
 

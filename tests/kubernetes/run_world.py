@@ -13,11 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import dagster as dg
+import pytest
 
+from contracts.store import open_store
+from ops.graph import ONCE, PER_ITERATION
+from resources.experiment import load_experiment
+from resources.refs import read_ref
 from tests.kubernetes.api_server import NAMESPACE, Cluster, serving
 from tests.kubernetes.objects import Object
+from triplane_dagster.sequence import run_iterations
 
 ROOT = Path(__file__).parents[2]
+TINY = ROOT / "tests" / "dagster" / "tiny.yaml"
 PATIENCE_S = 900.0
 _FINAL = (dg.DagsterRunStatus.SUCCESS, dg.DagsterRunStatus.FAILURE, dg.DagsterRunStatus.CANCELED)
 
@@ -102,6 +109,17 @@ class RunWorld:
     def events(self, run_id: str, kind: dg.DagsterEventType) -> list[dg.DagsterEvent]:
         """Events of a run."""
         return [each.get_dagster_event() for each in self.instance.all_logs(run_id, of_type=kind)]
+
+    def check_against_one_process(self, folder: Path) -> None:
+        """Compare each artifact of the tiny experiment's first iteration with that of one process, made in `folder`."""
+        pods, alone = open_store(str(self.folder / "store")), open_store(str(folder))
+        with pytest.MonkeyPatch.context() as patch, dg.DagsterInstance.ephemeral() as instance:
+            patch.setenv("TRIPLANE_STORE", str(folder))
+            patch.setenv("OMP_NUM_THREADS", "1")
+            run_iterations(load_experiment(TINY), 1, instance)
+        for asset in (*ONCE, *PER_ITERATION):
+            key = None if asset in ONCE else "0000"
+            assert read_ref(pods, "tiny", asset, key) == read_ref(alone, "tiny", asset, key), asset
 
     def told(self, run_id: str) -> str:
         """Log of a run and of the last pods, for a failed test."""

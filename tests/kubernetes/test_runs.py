@@ -11,16 +11,12 @@ import pytest
 pytest.importorskip("dagster_k8s")
 
 from contracts.store import open_store
-from ops.graph import ONCE, PER_ITERATION
 from resources.experiment import load_experiment
-from resources.refs import read_ref
 from tests.kubernetes.objects import Object
-from tests.kubernetes.run_world import ROOT, RunWorld, run_world
+from tests.kubernetes.run_world import TINY, RunWorld, run_world
 from triplane_dagster.cluster_plan import objects_of
-from triplane_dagster.sequence import run_iterations
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
-TINY = ROOT / "tests" / "dagster" / "tiny.yaml"
 
 
 def step_of(job: Object) -> str | None:
@@ -68,11 +64,4 @@ def test_an_iteration_of_pods_with_a_killed_and_an_evicted_step_has_the_digests_
     assert made - {None} == {each.removeprefix("step ") for each in promised if each.startswith("step ")}
     for job in world.cluster.jobs():
         assert job["spec"]["backoffLimit"] == 0 and "podFailurePolicy" not in job["spec"]
-    monkeypatch.setenv("TRIPLANE_STORE", str(tmp_path / "alone"))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    with dg.DagsterInstance.ephemeral() as instance:
-        run_iterations(experiment, 1, instance)
-    pods, alone = open_store(str(world.folder / "store")), open_store(str(tmp_path / "alone"))
-    for asset in (*ONCE, *PER_ITERATION):
-        key = None if asset in ONCE else "0000"
-        assert read_ref(pods, "tiny", asset, key) == read_ref(alone, "tiny", asset, key), asset
+    world.check_against_one_process(tmp_path / "alone")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ from contracts.errors import ConfigError
 from contracts.pb import steps_pb2, steps_pb2_grpc
 from resources.experiment import load_experiment
 from tests.kubernetes.pool_driver import IMAGE
+from tests.kubernetes.trainings import free_port
 from triplane_dagster.assembly import definitions_for
 from triplane_dagster.experiment_files import experiments_digest
 from triplane_dagster.step_pool import PASSWORD, PooledSteps, fits, pool_key
@@ -34,9 +34,7 @@ class Server:
     """A pod of the pool."""
 
     def __init__(self, folder: Path) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         self.experiments = folder / "experiments"
         self.experiments.mkdir()
         (self.experiments / "one.yaml").write_text("name: one")
@@ -97,7 +95,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture
 def pod(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pod]:
-    """The pod of all tests, free."""
+    """The pod that all tests share, once it executes no step."""
     monkeypatch.setenv(PASSWORD, "secret")
     made = Pod(server)
     until(made.is_free)

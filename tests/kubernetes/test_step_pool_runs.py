@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,19 +16,14 @@ import pytest
 
 pytest.importorskip("dagster_k8s")
 
-from contracts.store import open_store
 from envd.sandbox.proctree import descendants
-from ops.graph import ONCE, PER_ITERATION
-from resources.experiment import load_experiment
 from resources.placement import PlacementConfig
-from resources.refs import read_ref
 from tests.kubernetes.run_world import PATIENCE_S, ROOT, RunWorld, run_world
 from tests.kubernetes.test_step_pool import is_gone, until
-from triplane_dagster.sequence import run_iterations
+from tests.kubernetes.trainings import free_port
 from triplane_dagster.step_pool import PASSWORD, RESOURCES, VARIABLE
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
-TINY = ROOT / "tests" / "dagster" / "tiny.yaml"
 PODS = 4
 
 
@@ -69,12 +63,6 @@ class Pool:
             os.kill(pid, signal.SIGKILL)
         pod.wait()
         self.pods.remove(pod)
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 @pytest.fixture(scope="module")
@@ -123,9 +111,8 @@ def test_a_lost_run_ends_its_step_in_the_pool(world: RunWorld, pool: Pool) -> No
 
 
 def test_an_iteration_with_a_killed_step_and_a_killed_pod_has_the_digests_of_one_process(
-    world: RunWorld, pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    world: RunWorld, pool: Pool, tmp_path: Path
 ) -> None:
-    experiment = load_experiment(TINY)
     world.instance.add_dynamic_partitions("tiny", ["0000"])
     run_id = world.launch("tiny_iteration", "0000")
     started(world, run_id, "tiny__prompts")
@@ -139,14 +126,7 @@ def test_an_iteration_with_a_killed_step_and_a_killed_pod_has_the_digests_of_one
     assert errors["tiny__prompts"] and "was killed by signal 9" in errors["tiny__prompts"].message
     assert errors["tiny__checkpoint"] and "of the step pool is lost" in errors["tiny__checkpoint"].message
     assert jobs_of_steps(world) == []
-    monkeypatch.setenv("TRIPLANE_STORE", str(tmp_path / "alone"))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    with dg.DagsterInstance.ephemeral() as instance:
-        run_iterations(experiment, 1, instance)
-    pods, alone = open_store(str(world.folder / "store")), open_store(str(tmp_path / "alone"))
-    for asset in (*ONCE, *PER_ITERATION):
-        key = None if asset in ONCE else "0000"
-        assert read_ref(pods, "tiny", asset, key) == read_ref(alone, "tiny", asset, key), asset
+    world.check_against_one_process(tmp_path / "alone")
 
 
 def test_without_a_ready_pod_each_step_gets_its_own(world: RunWorld, pool: Pool) -> None:
