@@ -10,6 +10,7 @@ prints how many there were.
 from __future__ import annotations
 
 import ast
+import io
 import marshal
 import os
 import subprocess
@@ -40,7 +41,9 @@ def main(path: str, qualname: str) -> None:
         other = _function(text, qualname)
         if other is not None and (own is None or ast.dump(other) != ast.dump(own)):
             found.append(ast.get_source_segment(text, other, padded=True) or "")
-    codes = [code for code in _codes(bare, files) if _differs(code, source, target, qualname)]
+    compiled = _nested(compile(source, str(target), "exec"))
+    same = {each.co_code for each in compiled if each.co_qualname == qualname}
+    codes = [code for code in _codes(bare, files) if code.co_qualname == qualname and code.co_code not in same]
     print(f"found {len(found)} sources and {len(codes)} code objects")
     if found and own is not None:
         lines = source.split("\n")
@@ -52,11 +55,13 @@ def main(path: str, qualname: str) -> None:
 
 
 def _function(text: str, qualname: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+    *classes, name = qualname.split(".")
+    if not all(each in text for each in classes):
+        return None
     try:
         body: list[ast.stmt] = ast.parse(text).body
     except (SyntaxError, ValueError, RecursionError):
         return None
-    *classes, name = qualname.split(".")
     for each in classes:
         body = next((node.body for node in body if isinstance(node, ast.ClassDef) and node.name == each), [])
     functions = (node for node in body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)))
@@ -109,17 +114,11 @@ def _holding(wanted: bytes, files: list[str]) -> list[str]:
 
 def _objects(folder: Path) -> Iterator[bytes]:
     """Contents of all objects of a repository, also of those that no branch reaches."""
-    git = ["git", "-c", "safe.directory=*", f"--git-dir={folder}"]
-    listed = subprocess.run(
-        [*git, "cat-file", "--batch-all-objects", "--batch-check=%(objectname) %(objecttype)"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    for line in listed.stdout.splitlines():
-        name, _, kind = line.partition(" ")
-        if kind in ("blob", "commit", "tag"):
-            yield subprocess.run([*git, "cat-file", kind, name], capture_output=True, check=False).stdout
+    git = ["git", "-c", "safe.directory=*", f"--git-dir={folder}", "cat-file", "--batch-all-objects", "--buffer"]
+    said = io.BytesIO(subprocess.run([*git, "--batch"], capture_output=True, check=False).stdout)
+    while header := said.readline():
+        yield said.read(int(header.split()[2]))
+        said.readline()
 
 
 def _members(path: Path) -> Iterator[bytes]:
@@ -151,11 +150,6 @@ def _nested(code: object) -> Iterator[types.CodeType]:
         yield code
         for each in code.co_consts:
             yield from _nested(each)
-
-
-def _differs(code: types.CodeType, source: str, target: Path, qualname: str) -> bool:
-    own = [each for each in _nested(compile(source, str(target), "exec")) if each.co_qualname == qualname]
-    return code.co_qualname == qualname and all(each.co_code != code.co_code for each in own)
 
 
 def _read(path: Path) -> bytes:
