@@ -37,6 +37,21 @@ class NetworkRule:
 
 
 @dataclass(frozen=True)
+class Runtime:
+    """What a sandbox sees instead of this host's packages, or of this host's whole system (envd/server/runtimes.py)."""
+
+    digest: str
+    directory: Path
+    """Its files on this host, read-only."""
+    is_root: bool = False
+    """Whether it is a whole root file system."""
+    is_ours: bool = False
+    """Whether its pytest is the server's, so that tests can run in a process that has imported it."""
+    env: tuple[tuple[str, str], ...] = ()
+    """Environment variables of a root, below a request's own."""
+
+
+@dataclass(frozen=True)
 class BoxSpec:
     """Properties of a sandbox to start."""
 
@@ -47,8 +62,8 @@ class BoxSpec:
     template_dir: Path
     """Directory of the template's files on this host, owned by `sandbox_owner()`; read-only."""
     limits: Limits
-    runtime: str = ""
-    """Digest of the packages that the sandbox sees instead of this host's (envd/server/runtimes.py); empty: those."""
+    runtime: Runtime | None = None
+    """None: this host's system and packages."""
     env: Mapping[str, str] = field(default_factory=dict)
     host_name: str = "sandbox"
     network: tuple[NetworkRule, ...] = ()
@@ -59,6 +74,11 @@ class BoxSpec:
     """Whether the sandbox is for a verification: if the backend supports this, its first user may become others, so
     that verifier and tests run as different users.
     """
+
+    @property
+    def runtime_digest(self) -> str:
+        """Digest of the runtime, empty without one."""
+        return self.runtime.digest if self.runtime else ""
 
 
 @dataclass(frozen=True)
@@ -85,7 +105,7 @@ class Features:
     keeps_processes: bool
     """Whether snapshots hold memory and processes; else they hold files only."""
     can: frozenset[str]
-    """Subset of pause, snapshot, fork, migrate, pty, network, runtime. Hibernation needs snapshot."""
+    """Subset of pause, snapshot, fork, migrate, pty, network, runtime (packages), root. Hibernation needs snapshot."""
     helper: str
     """Program that starts sandboxes: `native`, or a name and version."""
 

@@ -36,8 +36,8 @@ enum request_kind {
     REQUEST_LEAVE = 4,    /* end all of them and then itself, and leave the run directory to the server */
 };
 
-/* FLAG_PROXY: process 1 sends one byte on the agent's stream first, with a listening socket of its network: see network_offer */
-enum request_flags { FLAG_READ_ONLY = 1, FLAG_RESTORE = 2, FLAG_CHANGED = 4, FLAG_PROXY = 8 };
+/* FLAG_ROOT: the runtime is a whole root file system. FLAG_PROXY: process 1 sends one byte on the agent's stream first, with a listening socket of its network: see network_offer */
+enum request_flags { FLAG_READ_ONLY = 1, FLAG_RESTORE = 2, FLAG_CHANGED = 4, FLAG_PROXY = 8, FLAG_ROOT = 16 };
 
 struct request {
     uint32_t kind;
@@ -50,7 +50,7 @@ struct request {
     uint32_t flags;
     char template[MAX_NAME];
     char host_name[MAX_NAME];
-    char runtime[MAX_NAME]; /* packages that it sees instead of the host's; empty: the host's */
+    char runtime[MAX_NAME]; /* packages, or a root, that it sees instead of the host's; empty: the host's */
 };
 
 enum report_kind {

@@ -2,7 +2,7 @@
  *
  * /, /usr ...  overlays of what the spawner has there, which all sandboxes share, read-only. Each has inodes of its own, so that locks and
  *              notifications on system files end at the sandbox: on shared ones neighbours could wait for each other and watch each other.
- *              With a runtime that takes the place of the host's packages, whose other directories are empty then
+ *              With a runtime that takes the place of the host's packages, whose other directories are empty then, or of all but /dev
  * /workspace   an overlay of the template and the sandbox's tmpfs; /tmp is on that tmpfs */
 #include <errno.h>
 #include <fcntl.h>
@@ -24,7 +24,7 @@ int mount_template(const char *target)
     return mount("overlay", target, "overlay", SAFE | MS_RDONLY, "lowerdir=" HIDDEN_LOWER ":" HIDDEN_NONE ",userxattr");
 }
 
-/* A directory of the spawner's at a path of the view. */
+/* A directory of the spawner's at a path of the view; empty: at its root. */
 static int mount_at(const char *path, const char *at_path, unsigned long flags)
 {
     char options[2 * PATH_SIZE + 64] = "lowerdir=", target[PATH_SIZE + sizeof HIDDEN_VIEW];
@@ -42,6 +42,14 @@ static int mount_at(const char *path, const char *at_path, unsigned long flags)
 static int mount_system(const char *path, unsigned long flags)
 {
     return mount_at(path, path, flags);
+}
+
+/* A runtime that is a whole root, with the spawner's devices. */
+static int mount_root(const char *runtime)
+{
+    char source[sizeof HIDDEN_RUNTIMES + MAX_NAME];
+    snprintf(source, sizeof source, "%s/%s", HIDDEN_RUNTIMES, runtime);
+    return mount_at(source, "", SAFE) < 0 ? -1 : mount_system("/dev", MS_NOSUID);
 }
 
 /* The runtime instead of the host's packages. The empty ones are file systems of their own, since locks on a shared one would reach neighbours. */
@@ -112,12 +120,13 @@ const char *root_enter(const struct settings *settings, const struct request *wa
         archive_unpack(berth->owner, archive, &failure);
     if (failure)
         return failure;
-    if (mount_system("/", MS_NOSUID) < 0 || bind_devices() < 0)
+    bool own_root = wanted->flags & FLAG_ROOT;
+    if ((own_root ? mount_root(wanted->runtime) : mount_system("/", MS_NOSUID)) < 0 || bind_devices() < 0)
         return "mount its root";
-    for (size_t i = 0; i < settings->system_count; i++)
+    for (size_t i = 0; i < settings->system_count && !own_root; i++)
         if (mount_system(settings->system[i], SAFE) < 0)
             return "mount its system directories";
-    if (wanted->runtime[0] && mount_runtime(settings, wanted->runtime) < 0)
+    if (wanted->runtime[0] && !own_root && mount_runtime(settings, wanted->runtime) < 0)
         return "mount its runtime";
     int lower = users_mount(template, berth->users);
     if (lower < 0 || move_mount(lower, "", AT_FDCWD, HIDDEN_LOWER, MOVE_MOUNT_F_EMPTY_PATH) < 0 || mount_template(HIDDEN_VIEW "/.template") < 0)

@@ -33,7 +33,7 @@ def enter_namespaces(request: dict[str, Any], *, owner: int, supervised: bool, s
     if owner == linux.SANDBOX_USER:
         os.setgroups([])
     socket.sethostname("sandbox")
-    rootfs.enter(request["template"], request["disk"], system, request["runtime"])
+    rootfs.enter(request["template"], request["disk"], system, request["runtime"], own_root=request["root"])
     linux.raise_loopback()
     if supervised:
         linux.become_supervisor(lasting=bool(request["cold"]))
@@ -43,11 +43,11 @@ def enter_namespaces(request: dict[str, Any], *, owner: int, supervised: bool, s
     restrict_files()
     filter_calls()
     linux.hide_from_ptrace()
-    prepare_process(sandbox_environment("/tmp"))
+    prepare_process({**sandbox_environment("/tmp"), **request["env"]})
     scratch = Path("/tmp/.envd")
     scratch.mkdir(mode=0o700)
     os.chdir(WORKSPACE)
-    if request["runtime"]:
+    if request["runtime"] and not request["root"]:
         _forget_packages()
     return Place(Path(WORKSPACE), Path(rootfs.INSIDE_TEMPLATE), scratch)
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -113,12 +114,16 @@ def main(request: bytes, above: str) -> NoReturn:
     linux.leave(0)
 
 
-def exec_cold(sock: socket.socket, size: int) -> NoReturn:
+def exec_cold(sock: socket.socket, size: int, *, own_root: bool) -> NoReturn:
     """Replace this process, in its sandbox, by a fresh interpreter that reads a bundle of `size` bytes from the socket
-    and then serves verifications on it. A lasting supervisor stays the supervisor. Raises OSError.
+    and then serves verifications on it. A lasting supervisor stays the supervisor.
+
+    own_root: the sandbox has a root file system of its own, whose python3 is used. Raises OSError.
     """
     os.dup2(sock.fileno(), _SOCKET, inheritable=True)
     program = f"{bin_directory()}/python{sys.version_info.major}"
+    if own_root and not (program := shutil.which("python3") or ""):
+        raise FileNotFoundError("the task's root file system has no python3 in its PATH, which verdicts need")
     os.execve(program, [program, "-P", "-s", "-B", "-c", _BOOT_COLD, str(size)], dict(os.environ))
 
 

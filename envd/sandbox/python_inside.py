@@ -16,6 +16,8 @@ import sys
 import sysconfig
 from pathlib import Path
 
+from envd.tools.paths import WORKSPACE
+
 ROOT = "/.python"
 _COVERED = ("/tmp", "/var/tmp", "/dev", "/proc", "/sys", "/workspace", "/.template", "/.scratch", "/etc", "/run")
 """Directories that sandboxes have of their own, or lack."""
@@ -81,8 +83,13 @@ def _is_visible(path: str) -> bool:
 
 
 def system_directories() -> tuple[str, ...]:
-    """Directories of Python's own code and of installed packages, as the host and as sandboxes see them."""
-    return (sys.prefix, sys.base_prefix, *python_directories(), ROOT, "/usr")
+    """Directories of Python's own code and of installed packages, as the host and as sandboxes see them.
+
+    A root file system of a task's own may name further ones in PYTHONPATH.
+    """
+    named = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each.startswith("/")]
+    named = [each for each in named if not f"{each}/".startswith((f"{WORKSPACE}/", "/tmp/"))]
+    return (sys.prefix, sys.base_prefix, *python_directories(), *named, ROOT, "/usr")
 
 
 def inside(path: str) -> str:

@@ -2,7 +2,8 @@
 
 /            tmpfs prepared once, read-only, shared by all sandboxes of a server
 /usr ...     the host's, read-only, like the Python that runs envd and its packages (python_inside.py). With a runtime,
-             that is mounted in place of the packages, and their other directories are empty
+             that is mounted in place of the packages, and their other directories are empty; or it is the whole root
+             file system, but for /dev
 /.template   the pristine workspace, read-only
 /workspace   overlay: the template below, a size-limited tmpfs above
 /tmp         on the same tmpfs
@@ -97,19 +98,23 @@ def prepare_shared_root(run_dir: Path) -> list[str]:
     return system
 
 
-def enter(template: str, disk_bytes: int, system: Iterable[str], runtime: str = "") -> None:
+def enter(template: str, disk_bytes: int, system: Iterable[str], runtime: str = "", *, own_root: bool = False) -> None:
     """Mount a sandbox's file system and make it the root. Called in the sandbox's fresh namespaces, with privileges.
 
-    system: the sandbox's system directories. runtime: see `BoxSpec.runtime`. Sandboxes see shared directories
-    through overlays, so that each sandbox has its own inodes: locks and notifications on system files stay within a
-    sandbox (envd/native/spawn_root.c does the same).
+    system: the sandbox's system directories. runtime: digest of packages or, with own_root, of a root file system in
+    place of all of them. Sandboxes see shared directories through overlays, so that each sandbox has its own inodes:
+    locks and notifications on system files stay within a sandbox (envd/native/spawn_root.c does the same).
     """
     linux.mount("", "/", flags=linux.MS_REC | linux.MS_SLAVE)
     safe = linux.MS_NOSUID | linux.MS_NODEV
-    _see("/base", "/mnt", linux.MS_NOSUID)
-    for path in system:
-        _see(f"/system{path}", f"/mnt{path}", safe)
-    if runtime:
+    if own_root:
+        _see(f"/runtimes/{runtime}", "/mnt", safe)
+        _see("/base/dev", "/mnt/dev", linux.MS_NOSUID)
+    else:
+        _see("/base", "/mnt", linux.MS_NOSUID)
+        for path in system:
+            _see(f"/system{path}", f"/mnt{path}", safe)
+    if runtime and not own_root:
         packages, *others = package_places()
         _see(f"/runtimes/{runtime}", f"/mnt{packages}", safe)
         for path in others:  # each sandbox's own, since locks on a shared directory would reach neighbours

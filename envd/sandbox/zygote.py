@@ -2,9 +2,9 @@
 
     python -m envd.sandbox.zygote CONTROL_FD RUN_DIR NAME --backend namespaces|plain
 
-Control messages (JSON, one a datagram): {"id", "template", "runtime", "cold", "memory", "pids", "cpu", "disk"} with the
-sandbox's end of a socketpair attached; {"kill": id}. When the control connection closes, the server is gone: the zygote
-kills what it forked, removes groups and directories, and ends.
+Control messages (JSON, one a datagram): {"id", "template", "runtime", "root", "env", "cold", "memory", "pids", "cpu",
+"disk"} with the sandbox's end of a socketpair attached; {"kill": id}. When the control connection closes, the server is
+gone: the zygote kills what it forked, removes groups and directories, and ends.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ class Zygote:
                 memory=None if "memory" in enforced else request["memory"],
             )
             if request["cold"]:
-                exec_cold(sock, request["cold"])
+                exec_cold(sock, request["cold"], own_root=request["root"])
             serve(sock, place)
         except BaseException as error:  # noqa: BLE001 - the child reports every error and never returns
             _answer_failure(sock, error)

@@ -1,9 +1,15 @@
-"""Runtimes: packages that sandboxes see instead of this host's, each a directory named by the digest of its tar."""
+"""Runtimes: packages that sandboxes see instead of this host's, or root file systems instead of its whole system, each
+a directory named by the digest of its tar.
+
+A tar that begins with the directory `.` is a root file system; all others hold packages.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
+import os
 import re
 import secrets
 import shutil
@@ -15,15 +21,25 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path, PurePosixPath
+from typing import NoReturn
 
 from contracts.errors import describe
-from envd.backends.base import Backend
-from envd.errors import RuntimeMissing, TemplateError, Unsupported
+from envd.backends.base import Backend, Runtime
+from envd.errors import EnvdError, RuntimeMissing, TemplateError, Unsupported
+from envd.server.admission import check_env
 
-MOST_BYTES = 1 << 30
+MOST_BYTES = 8 << 30
 """Largest tar, in bytes."""
-_MOST_DRAFTS, _MOST_FILES = 4, 200_000
+_MOST_KEPT_BYTES = 32 << 30
+"""Bytes of the tars of all runtimes that are kept, besides those in use."""
+_MOST_DRAFTS, _MOST_FILES = 4, 500_000
 """Number of unfinished uploads besides the current one, and of files of a runtime."""
+_NEEDED = ("proc", "dev", "tmp", "workspace", ".template", ".scratch", ".envd")
+"""Directories that a root file system needs, since something is mounted there."""
+_ABOUT = ".envd/image.json"
+"""File of a root file system with its environment variables."""
+_MOST_ENV = 32 << 10
+"""Largest JSON of them, in bytes."""
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _PYTEST = ("pytest", "pluggy", "iniconfig", "packaging", "pygments")
 """Packages that a process with pytest has imported."""
@@ -38,15 +54,15 @@ class Runtimes:
     def __init__(self, directory: Path, most: int = 64) -> None:
         """most: number of runtimes that are kept, besides those in use."""
         self._directory, self._most = directory, most
-        self._ready: OrderedDict[str, bool] = OrderedDict()
-        """By digest, whether its pytest is that of this process."""
+        self._ready: OrderedDict[str, Runtime] = OrderedDict()
+        self._bytes: dict[str, int] = {}
         self._held: Counter[str] = Counter()
         self._lock = asyncio.Lock()
 
     async def put(self, digest: str, size: int, offset: int, data: bytes) -> int:
         """Take a piece of a tar, and store the runtime after the last one. Returns the bytes received so far.
 
-        Raises TemplateError for a tar that is too large, has another digest, or holds other than plain files.
+        Raises TemplateError for a tar that is too large, has another digest, or holds what it may not.
         """
         if not _DIGEST.fullmatch(digest) or not 0 < size <= MOST_BYTES:
             raise TemplateError(
@@ -57,53 +73,55 @@ class Runtimes:
             if digest in self._ready:
                 self._ready.move_to_end(digest)
                 return size
-            received, ours = await asyncio.to_thread(self._take, digest, size, offset, data)
-            if ours is not None:
-                self._ready[digest] = ours
+            received, runtime = await asyncio.to_thread(self._take, digest, size, offset, data)
+            if runtime is not None:
+                self._ready[digest], self._bytes[digest] = runtime, size
                 await asyncio.to_thread(self._remove, self._evicted())
             return received
 
-    def require(self, digest: str, backend: Backend) -> str:
-        """Return the digest if the server has this runtime and the backend can show it, or if it is empty.
+    def require(self, digest: str, backend: Backend) -> Runtime | None:
+        """Return a runtime that the server has and the backend can show; None for an empty digest.
 
         Raises RuntimeMissing, Unsupported.
         """
-        if digest and "runtime" not in backend.features.can:
+        if not digest:
+            return None
+        can = backend.features.can
+        if "runtime" not in can:
             raise Unsupported(
-                f"the {backend.name} backend can't show a task's own packages: use the backend namespaces"
+                f"the {backend.name} backend can't show a task's own packages: use another (docs/tasks.md)"
             )
-        if digest and digest not in self._ready:
+        if digest not in self._ready:
             raise RuntimeMissing(f"envd has no runtime {digest[:80]!r}: call put_runtime first")
-        return digest
-
-    def is_ours(self, digest: str) -> bool:
-        """Whether a runtime has the pytest of this process, so that tests can run where it is imported already."""
+        if self._ready[digest].is_root and "root" not in can:
+            raise Unsupported(f"the {backend.name} backend can't show a task's own root: use another (docs/tasks.md)")
         return self._ready[digest]
 
     @contextmanager
-    def held(self, digest: str) -> Iterator[None]:
+    def held(self, runtime: Runtime | None) -> Iterator[None]:
         """Hold a runtime for the duration of the block."""
-        self.hold(digest)
+        self.hold(runtime)
         try:
             yield
         finally:
-            self.release(digest)
+            self.release(runtime)
 
-    def hold(self, digest: str) -> None:
+    def hold(self, runtime: Runtime | None) -> None:
         """Mark a runtime as in use, until `release` is called as often."""
-        if digest:
-            self._held[digest] += 1
-            self._ready.move_to_end(digest)
+        if runtime:
+            self._held[runtime.digest] += 1
+            self._ready.move_to_end(runtime.digest)
 
-    def release(self, digest: str) -> None:
+    def release(self, runtime: Runtime | None) -> None:
         """Undo one `hold`."""
-        self._held[digest] -= 1
-        if self._held[digest] <= 0:
-            del self._held[digest]
+        if runtime:
+            self._held[runtime.digest] -= 1
+            if self._held[runtime.digest] <= 0:
+                del self._held[runtime.digest]
 
-    def _take(self, digest: str, size: int, offset: int, data: bytes) -> tuple[int, bool | None]:
-        """Bytes received so far; after the last piece also whether the runtime's pytest is ours."""
-        draft, ours = self._directory / f".{digest}.tar", None
+    def _take(self, digest: str, size: int, offset: int, data: bytes) -> tuple[int, Runtime | None]:
+        """Bytes received so far; after the last piece also the runtime."""
+        draft, runtime = self._directory / f".{digest}.tar", None
         try:
             others = [each for each in self._directory.glob(".*.tar") if each != draft]
             for abandoned in sorted(others, key=lambda each: each.stat().st_mtime)[:-_MOST_DRAFTS]:
@@ -113,33 +131,38 @@ class Runtimes:
                 if offset == received and received + len(data) <= size:
                     received += file.write(data)
             if received >= size:
-                ours = self._store(digest, draft)
+                runtime = self._store(digest, draft)
         except OSError as error:
             draft.unlink(missing_ok=True)
             raise TemplateError(f"runtime {digest[:12]} can't be stored: {describe(error)}") from error
-        return received, ours
+        return received, runtime
 
-    def _store(self, digest: str, tar: Path) -> bool:
+    def _store(self, digest: str, tar: Path) -> Runtime:
         """Unpack and compile a runtime under a name of its own, then rename, so that no sandbox sees a partial one."""
         draft = self._directory / f".{digest}.{secrets.token_hex(4)}"
         try:
             with tar.open("rb") as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != digest:
                     raise TemplateError(f"runtime {digest[:12]} has another SHA-256 than its name: send it again")
-            _unpack(tar, draft)
-            _compile(draft)
+            is_root = _unpack(tar, draft)
+            env = _environment(draft) if is_root else ()
+            if not is_root:
+                _compile(draft)
             draft.rename(self._directory / digest)
         finally:
             shutil.rmtree(draft, ignore_errors=True)
             tar.unlink(missing_ok=True)
-        return _has_our_pytest(self._directory / digest)
+        place = self._directory / digest
+        return Runtime(digest, place, is_root, not is_root and _has_our_pytest(place), env)
 
     def _evicted(self) -> list[str]:
         """Take unused runtimes off the list until it is short enough, and return them."""
-        unused = [each for each in self._ready if each not in self._held]
-        gone = unused[: max(0, len(self._ready) - self._most)]
-        for digest in gone:
-            del self._ready[digest]
+        gone = []
+        for digest in [each for each in self._ready if each not in self._held]:
+            if len(self._ready) <= self._most and sum(self._bytes.values()) <= _MOST_KEPT_BYTES:
+                break
+            del self._ready[digest], self._bytes[digest]
+            gone.append(digest)
         return gone
 
     def _remove(self, digests: list[str]) -> None:
@@ -150,26 +173,88 @@ class Runtimes:
             shutil.rmtree(gone, ignore_errors=True)
 
 
-def _unpack(tar: Path, into: Path) -> None:
+def _unpack(tar: Path, into: Path) -> bool:
+    """Unpack a tar into a new directory, and return whether it is a root file system. Raises TemplateError, OSError."""
     into.mkdir()
+    into.chmod(0o755)
     try:
         with tarfile.open(tar, "r:") as archive:
+            first = archive.next()
+            is_root = first is not None and first.isdir() and first.name == "."
+            unpacking = _Unpacking(archive, into, is_root)
             for number, member in enumerate(archive):
-                path = PurePosixPath(member.name)
-                plain = member.isreg() and not member.issparse() and not path.is_absolute() and ".." not in path.parts
-                source = archive.extractfile(member) if plain else None
-                if source is None or number >= _MOST_FILES:
+                if number >= _MOST_FILES:
                     raise TemplateError(
-                        f"a runtime holds at most {_MOST_FILES} files and nothing else: {member.name[:200]!r} is one"
-                        " more, a link, a directory or outside of it"
+                        f"a runtime holds at most {_MOST_FILES} files: {member.name[:200]!r} is one more"
                     )
-                target = into / path
-                target.parent.mkdir(parents=True, exist_ok=True)
-                with target.open("xb") as file:
-                    shutil.copyfileobj(source, file)
-                target.chmod(0o755 if member.mode & 0o100 else 0o644)
+                if number or not is_root:
+                    unpacking.add(member)
     except (tarfile.TarError, ValueError) as error:
         raise TemplateError(f"a runtime is an uncompressed tar; this one can't be read ({error})") from error
+    missing = [each for each in _NEEDED if is_root and each not in unpacking.directories]
+    if missing:
+        raise TemplateError(f"a root file system needs the directory /{missing[0]}: make it by `triplane tasks image`")
+    return is_root
+
+
+class _Unpacking:
+    """Unpacks a tar. Nothing is written through a link, since links are no directories of it."""
+
+    def __init__(self, archive: tarfile.TarFile, into: Path, is_root: bool) -> None:
+        self._archive, self._into, self._is_root = archive, into, is_root
+        self.directories, self._files = {"."}, set[str]()
+
+    def add(self, member: tarfile.TarInfo) -> None:
+        """Unpack a file, or what only a root may hold. Raises TemplateError, OSError."""
+        path = PurePosixPath(member.name)
+        safe = not path.is_absolute() and ".." not in path.parts and path.parts
+        if safe and not self._is_root:
+            self._make(path.parent)
+        target = self._into / path
+        if not safe or str(path.parent) not in self.directories:
+            self._refuse(member, "lies outside of it, or in no directory of it")
+        if member.isreg() and not member.issparse():
+            source = self._archive.extractfile(member)
+            assert source is not None, "it is a regular file"
+            with target.open("xb") as file:
+                shutil.copyfileobj(source, file)
+            target.chmod(0o755 if member.mode & 0o100 else 0o644)
+            self._files.add(str(path))
+        elif not self._is_root:
+            self._refuse(member, "is a link or a directory: packages are files only")
+        elif member.isdir():
+            self._make(path)
+        elif member.issym():
+            target.symlink_to(member.linkname)
+        elif member.islnk() and member.linkname in self._files:
+            os.link(self._into / member.linkname, target)
+        else:
+            self._refuse(member, "is a device, a pipe, or a link to what does not stand before it")
+
+    def _make(self, path: PurePosixPath) -> None:
+        for each in (*reversed(path.parents), path):
+            if str(each) not in self.directories:
+                (self._into / each).mkdir()
+                (self._into / each).chmod(0o755)
+                self.directories.add(str(each))
+
+    @staticmethod
+    def _refuse(member: tarfile.TarInfo, why: str) -> NoReturn:
+        raise TemplateError(f"the runtime can't be unpacked: {member.name[:200]!r} {why}")
+
+
+def _environment(directory: Path) -> tuple[tuple[str, str], ...]:
+    """Environment variables of a root file system. Raises TemplateError."""
+    try:
+        with os.fdopen(os.open(directory / _ABOUT, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
+            found = json.loads(file.read(_MOST_ENV + 1))["env"]
+        env = {str(name): str(value) for name, value in found.items()}
+        check_env(env)
+    except FileNotFoundError:
+        return ()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, EnvdError) as error:
+        raise TemplateError(f"/{_ABOUT} of a root file system does not hold its variables ({error})") from error
+    return tuple(sorted(env.items()))
 
 
 def _compile(directory: Path) -> None:

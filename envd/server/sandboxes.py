@@ -177,13 +177,14 @@ class Sandboxes:
         """Backend, box specification and decisions for a request. Raises RulesDenied, TemplateError."""
         backend, decisions = self._decide(wanted)
         template = self.templates.shown(self.templates.require(wanted.template), decisions.hidden)
+        runtime = self.runtimes.require(wanted.runtime, backend)
         spec = BoxSpec(
             name=self.fresh_name(),
             template=template,
             template_dir=self.templates.directory_of(template),
             limits=decisions.limits,
-            runtime=self.runtimes.require(wanted.runtime, backend),
-            env=wanted.env,
+            runtime=runtime,
+            env={**dict(runtime.env if runtime else ()), **wanted.env},
             host_name=host_name,
             network=decisions.network,
             read_only=decisions.read_only,

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from envd.backends.base import Backend, BoxSpec
+from envd.backends.base import Backend, BoxSpec, Runtime
 from envd.errors import EnvdError, ServerBusy
 from envd.sandbox import wire
 from envd.server.compiled_files import CompiledFiles, key_of, modules_of
@@ -78,7 +78,7 @@ class Verifications:
         """
         patterns_of(artifacts)
         digest = self._templates.require(template)
-        self._runtimes.require(runtime, backend)
+        packages = self._runtimes.require(runtime, backend)
         files = sorted(hidden.items())
         header = {
             "op": "verify",
@@ -93,7 +93,7 @@ class Verifications:
             "idle_s": idle_s,
         }
         blob = diff + b"".join(content for _, content in files)
-        with self._templates.held(digest), self._runtimes.held(runtime), self._counted():
+        with self._templates.held(digest), self._runtimes.held(packages), self._counted():
             await self._templates.ready(digest)
             try:
                 async with asyncio.timeout(patience_s):
@@ -102,9 +102,9 @@ class Verifications:
                 raise ServerBusy(f"no verification slot became free within {patience_s:g} s: retry") from error
             try:
                 if backend.name in self._zygotes:
-                    reply = await self._by_zygote(backend.name, digest, limits, header, blob, runtime, hidden)
+                    reply = await self._by_zygote(backend.name, digest, limits, header, blob, packages, hidden)
                 else:
-                    spec = self._spec(digest, limits, runtime)
+                    spec = self._spec(digest, limits, packages)
                     reply = await verify_in_guest(backend, spec, wire.pack(header, blob), timeout_s + _GUEST_S)
             finally:
                 self._slots.release()
@@ -125,10 +125,10 @@ class Verifications:
         limits: Limits,
         header: dict[str, Any],
         blob: bytes,
-        runtime: str,
+        runtime: Runtime | None,
         hidden: Mapping[str, bytes],
     ) -> dict[str, Any]:
-        cold = await asyncio.to_thread(bundle, False) if runtime and not self._runtimes.is_ours(runtime) else b""
+        cold = await asyncio.to_thread(bundle, False) if runtime and not runtime.is_ours else b""
         # elsewhere byte code would name another path of the file, or be another pytest's
         if name == "namespaces" and not cold:
             for kind, codes in (await self._byte_code(digest, limits, header, hidden)).items():
@@ -168,10 +168,11 @@ class Verifications:
             ),
         }
 
-    def _spec(self, digest: str, limits: Limits, runtime: str) -> BoxSpec:
+    def _spec(self, digest: str, limits: Limits, runtime: Runtime | None) -> BoxSpec:
         self._count += 1
         directory = self._templates.directory_of(digest)
-        return BoxSpec(f"verify-{self._count}", digest, directory, limits, runtime, supervised=True)
+        env = dict(runtime.env if runtime else ())
+        return BoxSpec(f"verify-{self._count}", digest, directory, limits, runtime, env, supervised=True)
 
     async def died(self) -> str:
         """Wait until a zygote ends by itself, and return an error text."""

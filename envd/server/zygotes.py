@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from envd.backends.base import Runtime
 from envd.errors import BackendUnavailable, SandboxGone, SandboxStartError
 from envd.sandbox import wire
 from envd.types import Limits
@@ -123,7 +124,7 @@ class Zygote:
         return cls(process, ours, tuple(json.loads(hello)["enforced"]))
 
     async def spawn(
-        self, template: str, limits: Limits, env: dict[str, str], *, runtime: str = "", cold: bytes = b""
+        self, template: str, limits: Limits, env: dict[str, str], *, runtime: Runtime | None = None, cold: bytes = b""
     ) -> Link:
         """Fork a sandbox and return its link once it is ready. Raises SandboxStartError.
 
@@ -155,12 +156,14 @@ class Zygote:
         return "the verifier's zygote died: restart envd; the kernel's log tells whether memory ran out"
 
     async def _request(
-        self, name: str, template: str, limits: Limits, theirs: socket.socket, runtime: str, cold: int
+        self, name: str, template: str, limits: Limits, theirs: socket.socket, runtime: Runtime | None, cold: int
     ) -> None:
         request = {
             "id": name,
             "template": template,
-            "runtime": runtime,
+            "runtime": runtime.digest if runtime else "",
+            "root": bool(runtime and runtime.is_root),
+            "env": dict(runtime.env if runtime else ()),
             "cold": cold,
             "memory": limits.memory_mb * _MIB,
             "pids": limits.pids,

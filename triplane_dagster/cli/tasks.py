@@ -13,7 +13,7 @@ from contracts.final_states import state_values
 from contracts.store import open_store
 from contracts.tasks import Split
 from contracts.visible import visible
-from triplane_dagster.cli import tasks_difficulty, tasks_export, tasks_make, tasks_own
+from triplane_dagster.cli import tasks_difficulty, tasks_export, tasks_make, tasks_own, tasks_runtimes
 from triplane_dagster.cli.experiments import find_experiment
 from triplane_dagster.cli.options import AsJson, ExperimentName, Limit, Overrides
 from triplane_dagster.cli.output import cell, console, print_json, print_rows
@@ -199,6 +199,8 @@ def check(
 
 app.command()(tasks_make.make)
 app.command("import")(tasks_own.import_tasks)
+app.command()(tasks_runtimes.runtime)
+app.command()(tasks_runtimes.image)
 app.command()(tasks_own.run)
 app.command()(tasks_difficulty.difficulty)
 app.command()(tasks_export.export)

@@ -8,7 +8,8 @@ folder of wheels. May import: contracts, curation.errors.
 """
 
 from curation.tasks.runtimes.building import build_runtime
+from curation.tasks.runtimes.images import build_image
 from curation.tasks.runtimes.metadata import Project, read_project
 from curation.tasks.runtimes.resolving import Lock, lock_installed, resolve
 
-__all__ = ["Lock", "Project", "build_runtime", "lock_installed", "read_project", "resolve"]
+__all__ = ["Lock", "Project", "build_image", "build_runtime", "lock_installed", "read_project", "resolve"]

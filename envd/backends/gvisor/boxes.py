@@ -157,7 +157,7 @@ class GVisorBackend:
             isolation=IsolationLevel.KERNEL,
             limits_enforced=tuple(sorted({*self.stage.enforced, "pids", "disk"})),
             keeps_processes=True,
-            can=frozenset(("pause", "snapshot", "fork", "migrate", "pty")),
+            can=frozenset(("pause", "snapshot", "fork", "migrate", "pty", "runtime", "root")),
             helper=self._version,
         )
 
@@ -264,13 +264,17 @@ class GVisorBackend:
         if not spec.template_dir.is_dir():
             raise SandboxStartError(f"a sandbox could not start: its template {spec.template_dir} does not exist")
         templates = await self.stage.show(spec.template_dir.parent)
-        bundle = self.stage.directory / "boxes" / spec.name
+        bundle, runtime = self.stage.directory / "boxes" / spec.name, ""
+        if spec.runtime is not None:
+            runtimes = await self.stage.show(spec.runtime.directory.parent)
+            runtime = f"{runtimes}/{spec.runtime.directory.name}"
         write_bundle(
             bundle,
             spec,
             base=self.stage.base,
             template=f"{templates}/{spec.template_dir.name}",
             agent=await self.stage.show(self._agent),
+            runtime=runtime,
         )
         ours, theirs = socket.socketpair()
         try:

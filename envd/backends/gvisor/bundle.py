@@ -1,6 +1,7 @@
 """OCI bundle of a gVisor sandbox: the program that `runsc` runs, and its file system and limits.
 
-/            the server's base (envd/sandbox/rootfs.py), read-only
+/            the server's base (envd/sandbox/rootfs.py), or a runtime that is a whole root, read-only
+packages     a runtime's in place of the server's, whose other directories are empty then
 /.template   the pristine workspace, read-only
 /workspace   overlay inside the sandbox: the template below, a size-limited tmpfs above
 /tmp         on the same tmpfs
@@ -21,6 +22,7 @@ from envd.backends.base import BoxSpec
 from envd.backends.gvisor.stage import AGENT_DIRECTORY
 from envd.sandbox import linux, rootfs
 from envd.sandbox.place import sandbox_environment
+from envd.sandbox.python_inside import package_places
 from envd.tools.paths import WORKSPACE
 
 _SCRATCH = "/.scratch"
@@ -43,20 +45,27 @@ kernel only.
 """
 
 
-def write_bundle(directory: Path, spec: BoxSpec, *, base: str, template: str, agent: str) -> None:
+def write_bundle(directory: Path, spec: BoxSpec, *, base: str, template: str, agent: str, runtime: str = "") -> None:
     """Write `config.json` into a fresh directory.
 
-    base, template, agent: directories that gofers can reach: the root, the template, and that of the program
-    envd-guest.
+    base, template, agent, runtime: directories that gofers can reach: the root, the template, that of the program
+    envd-guest, and the files of `spec.runtime`.
     """
     directory.mkdir()
-    (directory / "config.json").write_text(json.dumps(_config(spec, base, template, agent)))
+    (directory / "config.json").write_text(json.dumps(_config(spec, base, template, agent, runtime)))
 
 
-def _config(spec: BoxSpec, base: str, template: str, agent: str) -> dict[str, Any]:
+def _config(spec: BoxSpec, base: str, template: str, agent: str, runtime: str) -> dict[str, Any]:
     # The owner of the template's files. An unprivileged server's stage is root of a user namespace with one user.
     mapping = [{"containerID": 0, "hostID": linux.SANDBOX_USER if os.geteuid() == 0 else 0, "size": 1}]
     capabilities = (*_MOUNTING, *_SUPERVISING) if spec.supervised else _MOUNTING
+    packages: list[dict[str, Any]] = []
+    if spec.runtime is not None and spec.runtime.is_root:
+        base = runtime
+    elif spec.runtime is not None:
+        place, *others = package_places()
+        empty = {"type": "tmpfs", "options": ["ro", "nosuid", "nodev", "size=4k", "mode=755"]}
+        packages = [_read_only(place, runtime), *({"destination": each, **empty} for each in others)]
     return {
         "ociVersion": "1.0.0",
         "hostname": spec.host_name,
@@ -84,6 +93,7 @@ def _config(spec: BoxSpec, base: str, template: str, agent: str) -> dict[str, An
             {"destination": "/dev", "type": "tmpfs"},
             _read_only(rootfs.INSIDE_TEMPLATE, template),
             _read_only(AGENT_DIRECTORY, agent),
+            *packages,
             {
                 "destination": _SCRATCH,
                 "type": "tmpfs",

@@ -160,6 +160,7 @@ class NamespacesBackend:
             "pty",
             "network",
             "runtime",
+            "root",
             *(["pause"] if "unified" in self._groups else []),
         }
         limits = tuple(sorted(walls & {"memory", "pids", "cpu"} | {"disk"}))

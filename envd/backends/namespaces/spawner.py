@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from envd.backends.base import Runtime
 from envd.errors import BackendUnavailable, EnvdError, SandboxStartError
 from envd.sandbox.cgroups import remove_groups
 from envd.types import Limits
@@ -22,7 +23,7 @@ _REPORT = struct.Struct("<IIq240s")
 _MAX_NAME = 95
 _CREATE, _KILL, _ARCHIVE, _LEAVE = 1, 2, 3, 4
 _READY, _STARTED, _FAILED, _ENDED, _ARCHIVED, _REFUSED, _SOCKETS = 1, 2, 3, 4, 5, 6, 7
-_READ_ONLY, _RESTORE, _CHANGED, _PROXY = 1, 2, 4, 8
+_READ_ONLY, _RESTORE, _CHANGED, _PROXY, _ROOT = 1, 2, 4, 8, 16
 _START_S = 60.0
 _STOP_S = 15.0
 _PERIOD_US = 100_000
@@ -125,7 +126,7 @@ class Spawner:
         read_only: bool = False,
         proxy: bool = False,
         archive: int | None = None,
-        runtime: str = "",
+        runtime: Runtime | None = None,
     ) -> Started:
         """Request a sandbox whose agent serves `stream`. The caller keeps ownership of both descriptors.
 
@@ -139,9 +140,10 @@ class Spawner:
         self._count += 1
         number = self._count
         flags = (_READ_ONLY if read_only else 0) | (0 if archive is None else _RESTORE) | (_PROXY if proxy else 0)
+        flags |= _ROOT if runtime and runtime.is_root else 0
         quota = max(1000, int(limits.cpu * _PERIOD_US))
         sizes = (limits.memory_mb * _MIB, limits.disk_mb * _MIB, limits.pids, quota, _OPEN_FILES)
-        names = [each.encode() for each in (template, host_name, runtime)]
+        names = [each.encode() for each in (template, host_name, runtime.digest if runtime else "")]
         if any(len(each) > _MAX_NAME for each in names):
             raise SandboxStartError(f"a sandbox's template, host name and runtime have at most {_MAX_NAME} bytes")
         started = self._boxes[number] = Started(number, self._loop.create_future(), self._loop.create_future())

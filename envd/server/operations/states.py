@@ -152,7 +152,7 @@ class States:
             env=live.spec.env,
             labels=live.labels,
             policy_yaml=live.rules_yaml,
-            runtime=live.spec.runtime,
+            runtime=live.spec.runtime_digest,
             toolset=live.toolset,
         )
 
@@ -205,7 +205,7 @@ def wanted_of(live: Live) -> Wanted:
     spec = live.spec
     return Wanted(
         *(spec.template, asdict(spec.limits), spec.env, live.labels, live.backend.name, live.rules_yaml),
-        runtime=spec.runtime,
+        runtime=spec.runtime_digest,
         toolset=live.toolset,
     )
 

@@ -1,0 +1,268 @@
+"""Images: OCI layouts made here, flattened as runtimes that are whole roots, and seen by agents and verdicts."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import io
+import json
+import tarfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from contracts.artifacts import Artifact
+from contracts.runtimes import ROOT, runtime_archive
+from contracts.store import Store, open_store
+from contracts.tasks import Environment, Split, Task
+from curation.errors import TaskError
+from curation.tasks.agents import agent_named, play_task
+from curation.tasks.bugs import file_diff
+from curation.tasks.runtimes import build_image
+from curation.verify import Verifier
+from envd.client import SandboxClient
+from envd.errors import TemplateError
+from envd.local import LocalEnvd
+from envd.server.runtimes import Runtimes
+from envd.types import Limits, ToolCall
+from tests.needs import require
+from tests.oci import ARCHITECTURE, Layout, host_layers, layer, layer_of
+
+PROGRAMS = {"usr/bin/bash": b"bash", "usr/bin/python3.12": b"python", "usr/bin/python3": "->python3.12"}
+NEEDED = ("proc", "dev", "tmp", "workspace", ".template", ".scratch", ".envd")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return open_store(str(tmp_path / "store"))
+
+
+def tree(artifact: Artifact) -> dict[str, str | bytes | None]:
+    """What is at each path: content, link, or None for a directory."""
+    with tarfile.open(artifact.path(ROOT)) as tar:
+        found: dict[str, str | bytes | None] = {}
+        for each in tar:
+            file = tar.extractfile(each) if each.isreg() else None
+            found[each.name] = file.read() if file else f"->{each.linkname}" if each.issym() else None
+            if each.islnk():
+                found[each.name] = f"={each.linkname}"
+            assert (each.uid, each.mtime) == (0, 0) and each.mode in (0o755, 0o644, 0o777)
+        return found
+
+
+def test_layers_lie_one_over_the_other(tmp_path: Path, store: Store) -> None:
+    layout = Layout(tmp_path / "layout")
+    bottom = PROGRAMS | {
+        "bin": "->usr/bin",
+        "a/x": b"1",
+        "a/y": b"2",
+        "b/old": b"3",
+        "c/deep/one": b"4",
+        "d": b"a file",
+        "e/both": b"5",
+        "e/same": "=e/both",
+        "repo/.git/HEAD": b"history",
+        "repo/fixed.py": b"answer",
+        "testbed/fixed.py": b"answer",
+        "proc/self": b"of another process",
+        "var/tmp/left": b"6",
+    }
+    middle = {"a/.wh.x": b"", "b/.wh..wh..opq": b"", "b/new": b"7", "bin/tool": b"8", "c": b"now a file"}
+    top = {"d/inside": b"now a directory", "loop": "->/usr/./bin/../bin", "loop/more": b"9", ".wh.c": b""}
+    layout.add([layer_of(bottom), layer_of(middle), layer_of(top)])
+    found = tree(build_image(store, layout.folder, leave_out=["/testbed/"]))
+    assert next(iter(found)) == "."
+    expected = {"a/y": b"2", "b/new": b"7", "bin": "->usr/bin", "usr/bin/tool": b"8", "usr/bin/more": b"9"}
+    expected |= {"d/inside": b"now a directory", "e/both": b"5", "e/same": "=e/both", "repo/fixed.py": b"answer"}
+    expected |= {"loop": "->/usr/./bin/../bin", "var/tmp": "->/tmp", "etc/resolv.conf": b"", **PROGRAMS}
+    assert {path: found.get(path) for path in expected} == expected
+    gone = ("a/x", "b/old", "c", "c/deep/one", "repo/.git", "testbed", "proc/self", "var/tmp/left", "bin/tool")
+    assert not [path for path in gone if path in found]
+    assert all(found[path] is None for path in (*NEEDED, "a", "d", "usr/bin"))
+
+
+def test_digest_is_that_of_the_tree(tmp_path: Path, store: Store) -> None:
+    digests = set()
+    for number, packed in enumerate(("gzip", "zstd", "")):
+        layout = Layout(tmp_path / f"layout{number}")
+        layout.add([layer_of(PROGRAMS), layer(a=b"1")], packed=packed)
+        digests.add(build_image(store, layout.folder).meta["digest"])
+        archive = layout.tar(tmp_path / f"{number}.tar")
+        again = build_image(open_store(str(tmp_path / f"other{number}")), archive)
+        digests.add(again.meta["digest"])
+    assert len(digests) == 1 and runtime_archive(store, digests.pop()).name == ROOT
+
+
+def test_image_says_what_it_holds(tmp_path: Path, store: Store) -> None:
+    layout = Layout(tmp_path / "layout")
+    about = {"usr/lib/python3/site-packages/tool_box-1.2.dist-info/METADATA": b"", "opt/x.dist-info/METADATA": b""}
+    layout.add([layer_of({**PROGRAMS, **about})], env=["A=b=c", "LANG=C"])
+    image = build_image(store, layout.folder)
+    assert image.json("packages.json") == [{"name": "tool_box", "version": "1.2"}]
+    assert image.json("image.json")["env"] == {"A": "b=c", "LANG": "C", "PATH": image.json("image.json")["env"]["PATH"]}
+    assert image.meta["packages"] == 1
+    assert build_image(store, layout.folder).ref == image.ref
+
+
+@pytest.mark.parametrize(
+    ("layers", "says"),
+    [
+        ([{k: v for k, v in PROGRAMS.items() if k != "usr/bin/bash"}], "no bash in its PATH"),
+        ([{"usr/bin/bash": b""}], "no python3 in its PATH"),
+        ([{"usr/bin/bash": b"", "usr/bin/python3": "->python3.9", "usr/bin/python3.9": b""}], "Python 3.9"),
+        ([{**PROGRAMS, "a": "->b", "b": "->a", "a/x": b""}], "links in a circle"),
+        ([{**PROGRAMS, "a": "=nowhere"}], "which it does not have"),
+    ],
+)
+def test_unusable_images_are_refused(
+    layers: list[Mapping[str, bytes | str | None]], says: str, tmp_path: Path, store: Store
+) -> None:
+    layout = Layout(tmp_path / "layout")
+    layout.add([layer_of(each) for each in layers])
+    with pytest.raises(TaskError, match=says):
+        build_image(store, layout.folder)
+    assert not list((tmp_path / "store").rglob("root.tar"))
+
+
+def test_archives_that_are_none_are_refused(tmp_path: Path, store: Store) -> None:
+    broken = tmp_path / "broken.tar"
+    broken.write_bytes(b"no tar")
+    with pytest.raises(TaskError, match=r"can't be read as an OCI image archive.*skopeo"):
+        build_image(store, broken)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(TaskError, match="no OCI image archive"):
+        build_image(store, tmp_path / "empty")
+    layout = Layout(tmp_path / "layout")
+    layout.add([layer_of(PROGRAMS)], name="one", packed="")
+    layout.add([layer_of(PROGRAMS), layer(a=b"")], name="two", packed="")
+    layout.add([layer_of(PROGRAMS)], name="three", architecture="s390x")
+    with pytest.raises(TaskError, match=f"2 images for linux/{ARCHITECTURE}.*one, three, two"):
+        build_image(store, layout.folder)
+    with pytest.raises(TaskError, match="no image for"):
+        build_image(store, layout.folder, name="three")
+    with pytest.raises(TaskError, match="leave nothing"):
+        build_image(store, layout.folder, name="one", leave_out=["/"])
+    for blob in (layout.folder / "blobs/sha256").iterdir():
+        if blob.read_bytes() == layer(a=b""):
+            blob.write_bytes(layer(a=b"other"))
+    assert build_image(store, layout.folder, name="one")
+    with pytest.raises(TaskError, match=r"layer sha256:.*its content is another"):
+        build_image(store, layout.folder, name="two")
+
+
+def put(runtimes: Runtimes, tar: bytes) -> str:
+    digest = hashlib.sha256(tar).hexdigest()
+    assert asyncio.run(runtimes.put(digest, len(tar), 0, tar)) == len(tar)
+    return digest
+
+
+def test_server_writes_through_no_link(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (tmp_path / "runtimes").mkdir()
+    runtimes = Runtimes(tmp_path / "runtimes")
+    needed: dict[str, bytes | str | None] = dict.fromkeys((".", *NEEDED))
+    refused = [
+        {"way": f"->{outside}", "way/x": b"1"},
+        {"way": "->dev", "way/x": b"1"},
+        {"../x": b"1"},
+        {"/x": b"1"},
+        {"file": b"1", "file/x": b"2"},
+        {"one": b"1", "two": "=../../outside"},
+        {"way": f"->{outside}", "two": "=way"},
+        {"a/b": b"in no directory"},
+        {".envd/image.json": b'{"env": {"A=B": "c"}}'},
+        {".envd/image.json": b'{"env": {"A": "' + b"x" * 40_000 + b'"}}'},
+        {".envd/image.json": f"->{outside}"},
+    ]
+    for entries in refused:
+        with pytest.raises(TemplateError):
+            put(runtimes, layer_of({**needed, **entries}))
+    with pytest.raises(TemplateError, match="needs the directory /workspace"):
+        put(runtimes, layer_of({each: None for each in needed if each != "workspace"}))
+    assert not list(outside.iterdir()) and not list((tmp_path / "runtimes").iterdir())
+    good = put(runtimes, layer_of({**needed, "a": b"1", "b": "=a", "c": f"->{outside}"}))
+    assert (tmp_path / "runtimes" / good / "a").samefile(tmp_path / "runtimes" / good / "b")
+
+
+WRONG = b"from imagelib import one\n\n\ndef add(a, b):\n    return a - b + one - 1\n"
+RIGHT = WRONG.replace(b"a - b", b"a + b")
+TEST = """
+import os, sys
+from pathlib import Path
+import pytest
+from sums import add
+
+def test_adds():
+    assert add(2, 2) == 4
+
+def test_sees_the_image_alone():
+    assert os.environ["FROM_IMAGE"] == "yes" and Path("/etc/made-of").read_text() == "layers\\n"
+    assert pytest.__file__.startswith("/opt/packages") and sys.executable == "/opt/bin/python3"
+    for name in ("numpy", "torch", "click"):
+        with pytest.raises(ImportError):
+            __import__(name)
+    assert not Path("/usr/share").exists()
+"""
+TESTS = tuple(f"tests/test_hidden.py::{name}" for name in ("test_adds", "test_sees_the_image_alone"))
+BACKENDS = ["namespaces", pytest.param("gvisor", marks=pytest.mark.slow)]
+
+
+@pytest.fixture(scope="module")
+def image(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    layout = Layout(tmp_path_factory.mktemp("image") / "layout")
+    env = ["PATH=/opt/bin:/usr/local/bin:/usr/bin:/bin", "PYTHONPATH=/opt/packages", "FROM_IMAGE=yes"]
+    layout.add(host_layers({"imagelib.py": b"one = 1\n"}), env=env, packed="")
+    return build_image(open_store(str(tmp_path_factory.mktemp("store"))), layout.folder)
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def address(request: pytest.FixtureRequest) -> Iterator[str]:
+    if request.param == "gvisor":
+        require("runsc")
+    with LocalEnvd(request.param) as envd:
+        yield envd.address
+
+
+def test_agents_and_verdicts_see_the_image(image: Artifact, address: str) -> None:
+    task = Task(
+        task_id="sums",
+        family="sums",
+        split=Split.TRAIN,
+        instruction="mend add",
+        files={"sums.py": WRONG},
+        hidden_files={"tests/test_hidden.py": TEST.encode()},
+        tests=TESTS,
+        reference_diff=file_diff("sums.py", WRONG.decode(), RIGHT.decode()),
+        meta={},
+        environment=Environment(image.meta["digest"]),
+    )
+
+    async def play() -> None:
+        async with SandboxClient(address) as client:
+            verifier = Verifier(client, None, runtimes=image.store)
+            noop = await play_task(task, agent_named("noop"), client, verifier, limits=Limits(), max_turns=4)
+            assert [each.status for each in noop.verdict.tests] == ["failed", "passed"], noop.verdict
+            oracle = await play_task(task, agent_named("oracle"), client, verifier, limits=Limits(), max_turns=4)
+            assert oracle.verdict.solved, oracle.verdict
+            template = await client.put_template(task.files)
+            async with await client.create(template, runtime=image.meta["digest"], env={"MORE": "1"}) as sandbox:
+                command = (
+                    "cat /etc/made-of; echo $FROM_IMAGE $MORE; python3 -c 'import sums, sys; print(sys.executable)';"
+                    " touch /opt/x || echo read-only; touch /workspace/y /tmp/z && echo writable; ls / | tr '\\n' ' '"
+                )
+                said = await sandbox.call(ToolCall("exec", {"command": command}))
+                for each in ("layers\nyes 1\n/opt/bin/python3\n", "read-only\n", "writable\n"):
+                    assert each in said.text, said.text
+                read = await sandbox.call(ToolCall("read", {"path": "sums.py"}))
+                assert "imagelib" in read.text
+
+    asyncio.run(play())
+
+
+def test_tasks_name_images_as_runtimes(image: Artifact) -> None:
+    told = json.loads((image.path("image.json")).read_bytes())
+    assert told["env"]["FROM_IMAGE"] == "yes"
+    with tarfile.open(fileobj=io.BytesIO(image.path(ROOT).read_bytes())) as tar:
+        assert tar.getmembers()[0].name == "."
