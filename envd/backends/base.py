@@ -160,11 +160,11 @@ class TellsRefusals(Protocol):
 
 
 @runtime_checkable
-class KeepsTemplates(Protocol):
-    """A backend that keeps data of templates: disks, or sandboxes that are started in advance."""
+class Forgets(Protocol):
+    """A backend that keeps data of templates and runtimes: disks, or sandboxes that are started in advance."""
 
-    async def forget_template(self, template: str) -> None:
-        """Remove all data of a template that is being removed and that no sandbox uses."""
+    async def forget(self, digest: str) -> None:
+        """Remove all data of a template or a runtime that is being removed and that no sandbox uses."""
         ...
 
 

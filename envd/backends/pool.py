@@ -17,8 +17,8 @@ from typing import Generic, Protocol, TypeVar
 from envd.backends.base import BoxSpec
 from envd.errors import EnvdError
 
-_Key = tuple[str, Hashable, Hashable]
-"""Template, limits, and all other properties."""
+_Key = tuple[str, str, Hashable, Hashable]
+"""Digests of template and runtime, limits, and all other properties."""
 _MOST_KEYS = 8
 """Maximum number of keys with waiting boxes; the least recently requested keys are dropped."""
 _log = logging.getLogger("envd")
@@ -127,10 +127,10 @@ class Pool(Generic[T]):
             if self._creating == 0:
                 self._quiet.set()
 
-    async def forget(self, template: str) -> None:
-        """Destroy a template's boxes, ready or being started, since its files are removed."""
-        self._stale |= {start for start, key in self._starts.items() if key[0] == template}
-        for key in [key for key in self._ready if key[0] == template]:
+    async def forget(self, digest: str) -> None:
+        """Destroy the boxes of a template or runtime, ready or being started, since its files are removed."""
+        self._stale |= {start for start, key in self._starts.items() if digest in key[:2]}
+        for key in [key for key in self._ready if digest in key[:2]]:
             await self._drop(key)
 
     async def stop(self) -> None:
@@ -212,10 +212,9 @@ class Pool(Generic[T]):
 def _key(spec: BoxSpec) -> _Key:
     look = (
         spec.host_name,
-        spec.runtime,
         spec.read_only,
         spec.supervised,
         bool(spec.network),
         tuple(sorted(spec.env.items())),
     )
-    return (spec.template, replace(spec.limits, lifetime_s=0), look)
+    return (spec.template, spec.runtime_digest, replace(spec.limits, lifetime_s=0), look)

@@ -69,7 +69,16 @@ async def save_workspace(guest: GuestLink, into: Path, disk_mb: int) -> tuple[st
 
 async def load_workspace(guest: GuestLink, snapshot: Path) -> None:
     """Replace a fresh sandbox's workspace by the tar of `save_workspace`. Raises EnvdError, SandboxGone."""
-    process = await _start(guest, ["/bin/sh", "-c", _EMPTY_AND_READ], stdin=True)
+    await _unpack(guest, snapshot, ["/bin/sh", "-c", _EMPTY_AND_READ])
+
+
+async def load_packages(guest: GuestLink, packed: Path, into: str) -> None:
+    """Unpack the tar of a runtime into an empty directory of a fresh sandbox. Raises EnvdError, SandboxGone."""
+    await _unpack(guest, packed, ["/usr/bin/tar", "--extract", "--no-same-owner", f"--directory={into}", "--file=-"])
+
+
+async def _unpack(guest: GuestLink, snapshot: Path, command: list[str]) -> None:
+    process = await _start(guest, command, stdin=True)
     try:
         with (snapshot / NAME).open("rb") as file:
             while data := await asyncio.to_thread(file.read, CHUNK // 4):

@@ -22,6 +22,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from contracts.errors import TriplaneError
 from envd.images import initramfs, kernel
@@ -209,7 +210,7 @@ def default_directory() -> Path:
     return Path(named) if named else Path(cache, "triplane", "guest-image")
 
 
-def load(directory: Path) -> dict[str, object]:
+def load(directory: Path) -> dict[str, Any]:
     """The image.json of an image. Raises ImageError, with the fix, where there is none."""
     fix = f"build one with `python -m envd.images.build --out {directory}`"
     try:

@@ -20,6 +20,13 @@ disk() { # a disk by its serial number; under Firecracker, which gives none, by 
 stream=$(setting stream)
 mount -t squashfs -o ro,nosuid,nodev "$(disk root vda)" /new
 mount -t squashfs -o ro,nosuid,nodev "$(disk template vdb)" /new/.template
+packages=$(disk packages vdc)
+if [ -b "$packages" ]; then # a runtime's, in place of the image's own
+    for place in /new/usr/local/lib/python3*/dist-packages /new/usr/lib/python3/dist-packages; do
+        if [ -d "$place" ]; then mount -t tmpfs -o ro,nosuid,nodev,mode=755,size=4k empty "$place"; fi
+    done
+    mount -t squashfs -o ro,nosuid,nodev "$packages" /new/usr/lib/python3/dist-packages
+fi
 mount -t tmpfs -o "nosuid,nodev,mode=755,nr_inodes=65536,size=$(setting disk_mb)m" scratch /new/.scratch
 mkdir /new/.scratch/upper /new/.scratch/work /new/.scratch/tmp
 chmod 1777 /new/.scratch/tmp

@@ -17,11 +17,11 @@ import subprocess
 import sys
 import tarfile
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path, PurePosixPath
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from contracts.errors import describe
 from envd.backends.base import Backend, Runtime
@@ -34,7 +34,7 @@ _MOST_KEPT_BYTES = 32 << 30
 """Bytes of the tars of all runtimes that are kept, besides those in use."""
 _MOST_DRAFTS, _MOST_FILES = 4, 500_000
 """Number of unfinished uploads besides the current one, and of files of a runtime."""
-_NEEDED = ("proc", "dev", "tmp", "workspace", ".template", ".scratch", ".envd")
+_NEEDED = ("proc", "sys", "dev", "tmp", "workspace", ".template", ".scratch", ".envd", ".agent")
 """Directories that a root file system needs, since something is mounted there."""
 _ABOUT = ".envd/image.json"
 """File of a root file system with its environment variables."""
@@ -46,6 +46,7 @@ _PYTEST = ("pytest", "pluggy", "iniconfig", "packaging", "pygments")
 _IDLE = frozenset({"a1_coverage.pth", "pytest-cov.pth"})
 """Path files that do nothing unless an environment variable asks for coverage."""
 _COMPILE_S = 600.0
+_NOT_SHOWN = "the {} backend can't show a task's own"
 
 
 class Runtimes:
@@ -57,6 +58,8 @@ class Runtimes:
         self._ready: OrderedDict[str, Runtime] = OrderedDict()
         self._bytes: dict[str, int] = {}
         self._held: Counter[str] = Counter()
+        self.on_removed: Callable[[str], Coroutine[Any, Any, None]] | None = None
+        """Callback with the digest of each runtime that is removed."""
         self._lock = asyncio.Lock()
 
     async def put(self, digest: str, size: int, offset: int, data: bytes) -> int:
@@ -76,7 +79,10 @@ class Runtimes:
             received, runtime = await asyncio.to_thread(self._take, digest, size, offset, data)
             if runtime is not None:
                 self._ready[digest], self._bytes[digest] = runtime, size
-                await asyncio.to_thread(self._remove, self._evicted())
+                for gone in self._evicted():
+                    if self.on_removed is not None:
+                        await self.on_removed(gone)
+                    await asyncio.to_thread(self._remove, gone)
             return received
 
     def require(self, digest: str, backend: Backend) -> Runtime | None:
@@ -86,16 +92,15 @@ class Runtimes:
         """
         if not digest:
             return None
-        can = backend.features.can
-        if "runtime" not in can:
-            raise Unsupported(
-                f"the {backend.name} backend can't show a task's own packages: use another (docs/tasks.md)"
-            )
-        if digest not in self._ready:
+        can, runtime = backend.features.can, self._ready.get(digest)
+        if not can & {"runtime", "root"}:
+            raise Unsupported(f"{_NOT_SHOWN.format(backend.name)} packages: use another (docs/tasks.md)")
+        if runtime is None:
             raise RuntimeMissing(f"envd has no runtime {digest[:80]!r}: call put_runtime first")
-        if self._ready[digest].is_root and "root" not in can:
-            raise Unsupported(f"the {backend.name} backend can't show a task's own root: use another (docs/tasks.md)")
-        return self._ready[digest]
+        if ("root" if runtime.is_root else "runtime") not in can:
+            what = "root file system" if runtime.is_root else "packages"
+            raise Unsupported(f"{_NOT_SHOWN.format(backend.name)} {what}: use another (docs/tasks.md)")
+        return runtime
 
     @contextmanager
     def held(self, runtime: Runtime | None) -> Iterator[None]:
@@ -165,12 +170,11 @@ class Runtimes:
             gone.append(digest)
         return gone
 
-    def _remove(self, digests: list[str]) -> None:
-        for digest in digests:
-            gone = self._directory / f".{digest}.{secrets.token_hex(4)}"
-            with suppress(OSError):
-                (self._directory / digest).rename(gone)
-            shutil.rmtree(gone, ignore_errors=True)
+    def _remove(self, digest: str) -> None:
+        gone = self._directory / f".{digest}.{secrets.token_hex(4)}"
+        with suppress(OSError):
+            (self._directory / digest).rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)
 
 
 def _unpack(tar: Path, into: Path) -> bool:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from envd.backends.base import Backend, Box, BoxSpec, KeepsTemplates, OffersProxy, TellsRefusals
+from envd.backends.base import Backend, Box, BoxSpec, Forgets, OffersProxy, TellsRefusals
 from envd.errors import EnvdError, SandboxGone, SandboxUnknown, ServerDraining
 from envd.server.admission import Wanted, choose_backend, decide
 from envd.server.audit import AuditLog, Kind
@@ -56,7 +56,7 @@ class Sandboxes:
         self.backends, self.templates, self.snapshots, self.runtimes = backends, templates, snapshots, runtimes
         self.rules, self.audit = rules, audit
         self.quotas = Quotas(rules.quotas, audit) if quotas is None else quotas
-        templates.on_removed = self._template_removed
+        templates.on_removed = runtimes.on_removed = self._removed
         self.answers = Answers(most=4096, most_bytes=16 << 20)
         """Idempotent answers of calls that name no sandbox."""
         self.limits = LimitsWatch(audit)
@@ -168,10 +168,10 @@ class Sandboxes:
         self.templates.release(spec.template)
         self.runtimes.release(spec.runtime)
 
-    async def _template_removed(self, digest: str) -> None:
+    async def _removed(self, digest: str) -> None:
         for backend in self.backends.values():
-            if isinstance(backend, KeepsTemplates):
-                await backend.forget_template(digest)
+            if isinstance(backend, Forgets):
+                await backend.forget(digest)
 
     def plan(self, wanted: Wanted, host_name: str = "sandbox") -> tuple[Backend, BoxSpec, Decisions]:
         """Backend, box specification and decisions for a request. Raises RulesDenied, TemplateError."""

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from envd.backends.base import Backend, Box, BoxSpec, IsolationLevel, KeepsTemplates
+from envd.backends.base import Backend, Box, BoxSpec, Forgets, IsolationLevel, Runtime
 from envd.errors import SandboxGone
 from envd.sandbox.linux import sandbox_owner
 from envd.types import Limits
@@ -90,6 +90,13 @@ class Machines:
         box = await making
         self.boxes.append(box)
         return box
+
+    def runtime(self, digit: str, *, is_root: bool = False) -> Runtime:
+        """A runtime of one module, in a directory of this host."""
+        files = self.directory / "runtimes" / (digit * 64)
+        files.mkdir(parents=True, exist_ok=True)
+        (files / "more.py").write_text(f"name = {digit!r}\n")
+        return Runtime(digit * 64, files, is_root)
 
     def fresh(self, name: str) -> Path:
         """An empty directory."""
@@ -186,8 +193,8 @@ async def keeps_files_in_a_snapshot(machines: Machines) -> None:
 async def forgets_templates(machines: Machines) -> None:
     backend = machines.backend
     await (await machines.create(template="e" * 64)).destroy()
-    if isinstance(backend, KeepsTemplates):
-        await backend.forget_template("e" * 64)
+    if isinstance(backend, Forgets):
+        await backend.forget("e" * 64)
     assert await says(await machines.create(template="e" * 64), "cat calc.py | head -1") == "def add(a, b):"
 
 

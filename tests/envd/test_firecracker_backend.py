@@ -86,6 +86,33 @@ def test_a_base_machine_boots_once_and_others_load_its_snapshot(machines: Machin
     }
 
 
+def test_a_runtime_is_a_disk_of_its_own_and_a_root_is_the_first(machines: Machines, installed: Installed) -> None:
+    async def job(here: Machines) -> None:
+        packages, root = here.runtime("1"), here.runtime("2", is_root=True)
+        box = await here.create(template="d" * 64, runtime=packages)
+        await here.create(template="d" * 64, runtime=packages)
+        await here.create(template="d" * 64, runtime=root)
+        snapshot = here.fresh("with-packages")
+        await box.snapshot(snapshot)
+        with pytest.raises(SandboxStartError, match="needs the runtime 1111"):
+            await here.restore(snapshot, template="d" * 64, runtime=here.runtime("3"))
+        assert await says(await here.restore(snapshot, template="d" * 64, runtime=packages), "ls") == "calc.py\ndeep"
+        disk = here.backend._media._disk(packages.digest)  # type: ignore[attr-defined]
+        assert disk.exists()
+        await here.backend.forget(packages.digest)  # type: ignore[attr-defined]
+        assert not disk.exists()
+
+    installed.requests()
+    machines.run(job)
+    asked = installed.requests()
+    assert all(line["answer"] is None for line in asked), "a request was refused"
+    boots = [line["id"] for line in asked if line["path"] == "/boot-source"]
+    drives = [
+        [line["path"] for line in asked if line["id"] == boot and "/drives/" in str(line["path"])] for boot in boots
+    ]
+    assert drives == [["/drives/root", "/drives/template", "/drives/packages"], ["/drives/root", "/drives/template"]]
+
+
 def test_snapshots_are_diffs_that_are_merged_into_ones_that_stand_alone(
     machines: Machines, elsewhere: Machines, installed: Installed
 ) -> None:

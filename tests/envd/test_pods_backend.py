@@ -59,6 +59,31 @@ def test_a_pod_has_no_rights_no_network_and_an_end(machines: Machines, cluster: 
     assert cluster.pods == {}
 
 
+def test_a_runtime_is_mounted_where_the_images_packages_are(
+    machines: Machines, cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "runtime" not in machines.backend.features.can
+    monkeypatch.setattr(machines.backend, "_packages", str(tmp_path))
+
+    async def job(here: Machines) -> None:
+        assert "runtime" in here.backend.features.can
+        await here.create(runtime=here.runtime("1"))
+        (pod,) = cluster.pods.values()
+        (container,) = pod["spec"]["containers"]
+        assert {"name": "packages", "mountPath": str(tmp_path)} in container["volumeMounts"]
+        assert container["resources"]["limits"]["memory"] == "432Mi"
+        assert [each["emptyDir"]["sizeLimit"] for each in pod["spec"]["volumes"]][2:] == ["16Mi"]
+
+    machines.run(job)
+    assert (tmp_path / "more.py").read_text() == "name = '1'\n"
+
+
+def test_packages_need_an_absolute_directory(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRIPLANE_ENVD_PODS_PACKAGES", "site-packages")
+    with pytest.raises(BackendUnavailable, match="such as /usr/local/lib"):
+        asyncio.run(pods.start(tmp_path))
+
+
 def test_template_files_keep_their_times(machines: Machines) -> None:
     """A diff compares them."""
 

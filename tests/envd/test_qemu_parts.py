@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envd.backends.base import BoxSpec
+from envd.backends.base import BoxSpec, Runtime
 from envd.backends.qemu.machine import Console
 from envd.backends.qemu.qmp import Qmp, QmpError
 from envd.backends.vm.base_machines import BaseMachine, BaseMachines
@@ -251,9 +251,12 @@ def test_a_snapshot_says_what_it_needs(tmp_path: Path) -> None:
     for name, words in (("backend", "is of the backend"), ("vmm", "was taken by"), ("image", "needs the guest image")):
         with pytest.raises(SandboxStartError, match=words):
             read(**{name: "other"})
+    with pytest.raises(SandboxStartError, match="needs the runtime"):
+        runtime = Runtime("r" * 64, tmp_path)
+        read_about(tmp_path, backend="qemu", vmm="qemu 7.2.1 tcg", image="i" * 64, spec=_spec(runtime=runtime))
     said = json.loads((tmp_path / "machine.json").read_text())
     for broken in (
-        {**said, "version": 2},
+        {**said, "version": 1},
         {**said, "shape": {**said["shape"], "memory_mb": 1 << 40}},
         {**said, "shape": {}},
         [],

@@ -9,6 +9,8 @@ from contracts.store import Store, open_store
 from curation.tasks.suite import TaskSuiteConfig
 from curation.tokenizer import build_tokenizer
 from envd.local import LocalEnvd
+from tests.envd.stand_ins import qemu_image
+from tests.needs import require
 
 
 @pytest.fixture(scope="session")
@@ -34,4 +36,18 @@ def tokenizer(tokenizer_directory: Path) -> ChatTokenizer:
 @pytest.fixture(scope="session")
 def envd_address() -> Iterator[str]:
     with LocalEnvd() as envd:
+        yield envd.address
+
+
+@pytest.fixture(
+    scope="module",
+    params=["namespaces", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gvisor", "qemu"))],
+)
+def shown_by(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Address of a server with one backend that shows runtimes in its sandboxes."""
+    if request.param == "gvisor":
+        require("runsc")
+    if request.param == "qemu":
+        qemu_image()
+    with LocalEnvd(request.param) as envd:
         yield envd.address

@@ -7,30 +7,32 @@ import hashlib
 import io
 import json
 import tarfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from contracts.artifacts import Artifact
+from contracts.errors import ArtifactMissing
 from contracts.runtimes import ROOT, runtime_archive
 from contracts.store import Store, open_store
 from contracts.tasks import Environment, Split, Task
 from curation.errors import TaskError
 from curation.tasks.agents import agent_named, play_task
 from curation.tasks.bugs import file_diff
+from curation.tasks.importing.copies import without_copies
+from curation.tasks.importing.reading import Reading
 from curation.tasks.runtimes import build_image
 from curation.verify import Verifier
 from envd.client import SandboxClient
 from envd.errors import TemplateError
-from envd.local import LocalEnvd
 from envd.server.runtimes import Runtimes
 from envd.types import Limits, ToolCall
-from tests.needs import require
 from tests.oci import ARCHITECTURE, Layout, host_layers, layer, layer_of
 
 PROGRAMS = {"usr/bin/bash": b"bash", "usr/bin/python3.12": b"python", "usr/bin/python3": "->python3.12"}
-NEEDED = ("proc", "dev", "tmp", "workspace", ".template", ".scratch", ".envd")
+NEEDED = ("proc", "sys", "dev", "tmp", "workspace", ".template", ".scratch", ".envd", ".agent")
 
 
 @pytest.fixture
@@ -190,6 +192,7 @@ WRONG = b"from imagelib import one\n\n\ndef add(a, b):\n    return a - b + one -
 RIGHT = WRONG.replace(b"a - b", b"a + b")
 TEST = """
 import os, sys
+from dataclasses import replace
 from pathlib import Path
 import pytest
 from sums import add
@@ -206,7 +209,6 @@ def test_sees_the_image_alone():
     assert not Path("/usr/share").exists()
 """
 TESTS = tuple(f"tests/test_hidden.py::{name}" for name in ("test_adds", "test_sees_the_image_alone"))
-BACKENDS = ["namespaces", pytest.param("gvisor", marks=pytest.mark.slow)]
 
 
 @pytest.fixture(scope="module")
@@ -217,16 +219,8 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
     return build_image(open_store(str(tmp_path_factory.mktemp("store"))), layout.folder)
 
 
-@pytest.fixture(scope="module", params=BACKENDS)
-def address(request: pytest.FixtureRequest) -> Iterator[str]:
-    if request.param == "gvisor":
-        require("runsc")
-    with LocalEnvd(request.param) as envd:
-        yield envd.address
-
-
-def test_agents_and_verdicts_see_the_image(image: Artifact, address: str) -> None:
-    task = Task(
+def make_task(runtime: str) -> Task:
+    return Task(
         task_id="sums",
         family="sums",
         split=Split.TRAIN,
@@ -236,11 +230,28 @@ def test_agents_and_verdicts_see_the_image(image: Artifact, address: str) -> Non
         tests=TESTS,
         reference_diff=file_diff("sums.py", WRONG.decode(), RIGHT.decode()),
         meta={},
-        environment=Environment(image.meta["digest"]),
+        environment=Environment(runtime),
     )
 
+
+def test_tasks_whose_image_holds_the_fixed_file_are_left_out(tmp_path: Path, store: Store) -> None:
+    layout = Layout(tmp_path / "layout")
+    layout.add([layer_of({**PROGRAMS, "testbed/sums.py": RIGHT, "other/sums.py": WRONG})])
+    leaking, clean = (build_image(store, layout.folder, leave_out=out).meta["digest"] for out in ([], ["/testbed"]))
+    reading = Reading([make_task(leaking), replace(make_task(clean), task_id="clean")])
+    found = without_copies(reading, store)
+    assert [task.task_id for task in found.tasks] == ["clean"]
+    (broken,) = found.broken
+    assert broken.task_id == "sums" and "fixed sums.py as /testbed/sums.py" in broken.reason
+    with pytest.raises(ArtifactMissing, match="make it again"):
+        without_copies(Reading([make_task("0" * 64)]), store)
+
+
+def test_agents_and_verdicts_see_the_image(image: Artifact, shown_by: str) -> None:
+    task = make_task(image.meta["digest"])
+
     async def play() -> None:
-        async with SandboxClient(address) as client:
+        async with SandboxClient(shown_by) as client:
             verifier = Verifier(client, None, runtimes=image.store)
             noop = await play_task(task, agent_named("noop"), client, verifier, limits=Limits(), max_turns=4)
             assert [each.status for each in noop.verdict.tests] == ["failed", "passed"], noop.verdict

@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 import tarfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -32,7 +31,6 @@ from envd.errors import RuntimeMissing, TemplateError, Unsupported
 from envd.local import LocalEnvd
 from envd.server.runtimes import Runtimes
 from envd.types import ToolCall
-from tests.needs import require
 from tests.wheels import pytest_wheels, write_wheel
 
 PROJECT = """
@@ -118,14 +116,6 @@ def other_runtime(store: Store, tmp_path_factory: pytest.TempPathFactory) -> Art
     return build_runtime(store, resolve(TREE, wheelhouse=folder), wheelhouse=folder)
 
 
-@pytest.fixture(scope="module", params=["namespaces", pytest.param("gvisor", marks=pytest.mark.slow)])
-def address(request: pytest.FixtureRequest) -> Iterator[str]:
-    if request.param == "gvisor":
-        require("runsc")
-    with LocalEnvd(request.param) as envd:
-        yield envd.address
-
-
 def make_task(runtime: Artifact, **environment: object) -> Task:
     found = Environment(runtime.meta["digest"], ("watcher",), (("watch", "yes"),))
     return Task(
@@ -142,8 +132,8 @@ def make_task(runtime: Artifact, **environment: object) -> Task:
     )
 
 
-def grade(task: Task, diff: bytes, store: Store, address: str) -> Verdict:
-    return with_client(address, lambda client: Verifier(client, None, runtimes=store).grade(task, diff))
+def grade(task: Task, diff: bytes, store: Store, shown_by: str) -> Verdict:
+    return with_client(shown_by, lambda client: Verifier(client, None, runtimes=store).grade(task, diff))
 
 
 def test_lock_holds_what_package_and_tests_need_but_not_the_package(wheelhouse: Path) -> None:
@@ -290,40 +280,40 @@ def test_requirements_are_read_from(source: str) -> None:
 
 @pytest.mark.parametrize("which", ["runtime", "other_runtime"])
 def test_verdict_sees_the_packages_of_the_task_alone(
-    which: str, request: pytest.FixtureRequest, store: Store, address: str
+    which: str, request: pytest.FixtureRequest, store: Store, shown_by: str
 ) -> None:
     runtime = request.getfixturevalue(which)
     task = make_task(runtime)
-    solved = grade(task, task.reference_diff, store, address)
+    solved = grade(task, task.reference_diff, store, shown_by)
     assert solved.solved and not solved.findings, solved
     judged = [f"tests/test_hidden.py::{name}" for name in ("test_judge_is_another_user", "test_interpreter_is_fresh")]
     judge = dataclasses.replace(task, tests=tuple(judged))
     fresh = "passed" if which == "other_runtime" else "failed"
-    assert [each.status for each in grade(judge, task.reference_diff, store, address).tests] == ["passed", fresh]
+    assert [each.status for each in grade(judge, task.reference_diff, store, shown_by).tests] == ["passed", fresh]
     if which == "other_runtime":
         return  # the rest is as with the other one
-    wrong = grade(task, b"", store, address)
+    wrong = grade(task, b"", store, shown_by)
     assert [each.status for each in wrong.tests] == ["failed", "passed"]
     bare = dataclasses.replace(task, environment=Environment())
-    assert {each.status for each in grade(bare, task.reference_diff, store, address).tests} == {"error"}
+    assert {each.status for each in grade(bare, task.reference_diff, store, shown_by).tests} == {"error"}
 
 
-def test_deadline_is_of_the_task(runtime: Artifact, store: Store, address: str) -> None:
+def test_deadline_is_of_the_task(runtime: Artifact, store: Store, shown_by: str) -> None:
     slow = {"tests/test_hidden.py": b"import time\n\n\ndef test_adds():\n    time.sleep(30)\n"}
     task = dataclasses.replace(make_task(runtime, timeout_s=0.5), hidden_files=slow, tests=TESTS[:1])
-    assert grade(task, b"", store, address).exit == "timed_out"
+    assert grade(task, b"", store, shown_by).exit == "timed_out"
 
 
-@pytest.mark.parametrize("address", ["namespaces"], indirect=True)  # gVisor ends the whole sandbox
-def test_memory_is_of_the_task(runtime: Artifact, store: Store, address: str) -> None:
+@pytest.mark.parametrize("shown_by", ["namespaces"], indirect=True)  # others end the whole sandbox
+def test_memory_is_of_the_task(runtime: Artifact, store: Store, shown_by: str) -> None:
     big = {"tests/test_hidden.py": b"def test_adds():\n    assert len(bytearray(100 << 20))\n"}
     task = dataclasses.replace(make_task(runtime, memory_mb=80), hidden_files=big, tests=TESTS[:1])
-    assert not grade(task, b"", store, address).solved
+    assert not grade(task, b"", store, shown_by).solved
     task = dataclasses.replace(task, environment=dataclasses.replace(task.environment, memory_mb=400))
-    assert grade(task, b"", store, address).solved
+    assert grade(task, b"", store, shown_by).solved
 
 
-def test_agent_sees_the_packages_and_can_change_none(runtime: Artifact, store: Store, address: str) -> None:
+def test_agent_sees_the_packages_and_can_change_none(runtime: Artifact, store: Store, shown_by: str) -> None:
     task, digest = make_task(runtime), runtime.meta["digest"]
     place = "$(python -c 'import onemore; print(onemore.__path__[0])')"
     commands = (
@@ -343,7 +333,7 @@ def test_agent_sees_the_packages_and_can_change_none(runtime: Artifact, store: S
         async with await client.create(template, runtime=digest, env=variables) as sandbox:
             return [(await sandbox.call(ToolCall("exec", {"command": each}), timeout_s=60)).text for each in commands]
 
-    tests, imports, copies, changes = with_client(address, job)
+    tests, imports, copies, changes = with_client(shown_by, job)
     assert "/workspace/src/sums/__init__.py" in tests and "2 failed, 2 passed" in tests, tests
     assert imports.count("No module named") == 6, imports
     assert copies.startswith("0\n"), copies
@@ -351,7 +341,7 @@ def test_agent_sees_the_packages_and_can_change_none(runtime: Artifact, store: S
     assert "2\n" in changes and refused >= 4, changes
 
 
-def test_oracle_plays_a_task_in_its_environment(runtime: Artifact, store: Store, address: str) -> None:
+def test_oracle_plays_a_task_in_its_environment(runtime: Artifact, store: Store, shown_by: str) -> None:
     task = make_task(runtime)
 
     async def job(client: SandboxClient) -> Verdict:
@@ -359,7 +349,7 @@ def test_oracle_plays_a_task_in_its_environment(runtime: Artifact, store: Store,
         played = await play_task(task, agent_named("oracle"), client, verifier, limits=Limits(), max_turns=5)
         return played.verdict
 
-    assert with_client(address, job).solved
+    assert with_client(shown_by, job).solved
 
 
 def test_environment_is_of_the_task_digest_and_survives_storage(runtime: Artifact) -> None:
@@ -385,7 +375,7 @@ def test_environment_is_of_the_task_digest_and_survives_storage(runtime: Artifac
 
 
 def test_interrupted_upload_goes_on_and_wrong_archives_are_refused(
-    runtime: Artifact, tmp_path: Path, address: str
+    runtime: Artifact, tmp_path: Path, shown_by: str
 ) -> None:
     from contracts.pb import envd_pb2 as pb
 
@@ -428,7 +418,7 @@ def test_interrupted_upload_goes_on_and_wrong_archives_are_refused(
             with pytest.raises(TemplateError, match="can't be unpacked"):
                 await client.put_runtime(hashlib.sha256(bad.read_bytes()).hexdigest(), bad)
 
-    with_client(address, job)
+    with_client(shown_by, job)
 
 
 def test_backend_that_shows_the_hosts_packages_refuses(tmp_path: Path) -> None:
@@ -453,7 +443,12 @@ def test_lock_survives_json(wheelhouse: Path) -> None:
 
 
 def test_server_drops_the_runtime_that_was_not_used_for_longest(tmp_path: Path) -> None:
-    kept = Runtimes(tmp_path, most=2)
+    kept, gone = Runtimes(tmp_path, most=2), list[str]()
+
+    async def removed(digest: str) -> None:
+        gone.append(digest)
+
+    kept.on_removed = removed
     tars = []
     for number in range(4):
         data = io.BytesIO()
@@ -468,6 +463,7 @@ def test_server_drops_the_runtime_that_was_not_used_for_longest(tmp_path: Path) 
             if number == 0:
                 kept.hold(Runtime(name, tmp_path / name))  # a sandbox uses it
         assert sorted(path.name for path in tmp_path.iterdir()) == sorted([names[0], names[3]])
+        assert gone == names[1:3]
         kept.release(Runtime(names[0], tmp_path / names[0]))
 
     asyncio.run(run())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from collections import Counter
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from contracts.store import Store
 from contracts.suites import add_tasks
 from contracts.tasks import Split, Task
 from curation.errors import TaskError
+from curation.tasks.importing.copies import without_copies
 from curation.tasks.importing.folder import read_folder
 from curation.tasks.importing.harbor import is_harbor, read_harbor
 from curation.tasks.importing.reading import Reading
@@ -21,7 +23,7 @@ from curation.tasks.importing.swebench import read_rows
 from curation.tasks.validate import Progress, ValidationReport, validate_tasks
 from envd.client import SandboxClient
 
-IMPORT_SUITE_VERSION = "2"
+IMPORT_SUITE_VERSION = "3"
 
 
 def read_source(source: Path, repos: Path | None = None) -> Reading:
@@ -56,6 +58,7 @@ async def import_suite(
     found = find_artifact(store, "task_suite", key)
     if found is not None:
         return found
+    reading = await asyncio.to_thread(without_copies, reading, store)
     proved, sound = await validate_tasks(reading.tasks, client, progress, store=store)
     broken = sorted([*reading.broken, *proved.broken], key=lambda each: each.task_id)
     report = proved.model_copy(update={"tasks": proved.tasks + len(reading.broken), "broken": broken})

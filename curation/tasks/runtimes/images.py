@@ -41,7 +41,7 @@ _PIECE = 1 << 20
 _MOST_LINKS = 40
 _GONE, _ALL_GONE = ".wh.", ".wh..wh..opq"
 """Prefix of a name that a layer removes, and the name that removes all that was in a directory."""
-_OWN = ("proc", "sys", "dev", "tmp", "run", "workspace", ".template", ".scratch", ".envd")
+_OWN = ("proc", "sys", "dev", "tmp", "run", "workspace", ".template", ".scratch", ".envd", ".agent")
 """Directories that every sandbox has of its own; an image's are left out."""
 _REPLACED: Mapping[str, str | bytes] = {
     "var/tmp": "/tmp",

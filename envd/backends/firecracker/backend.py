@@ -22,6 +22,7 @@ from envd.backends.base import BoxSpec, Features
 from envd.backends.firecracker.machine import (
     KERNEL,
     MEMORY,
+    PACKAGES,
     RAMDISK,
     ROOT,
     STATE,
@@ -34,7 +35,7 @@ from envd.backends.probing import probe
 from envd.backends.vm.backend import WARM, MachineBackend
 from envd.backends.vm.box import MachineBox
 from envd.backends.vm.machine import About, Shape, environment, read_about, write_about
-from envd.backends.vm.media import Media
+from envd.backends.vm.media import Disks, Media
 from envd.backends.vm.sparse import open_written, write_over
 from envd.errors import EnvdError, SandboxGone, SandboxStartError
 from envd.guest.link import GuestLink
@@ -129,9 +130,9 @@ class FirecrackerBackend(MachineBackend[FirecrackerBox]):
     async def create(self, spec: BoxSpec) -> FirecrackerBox:
         """Start a machine from its base machine's snapshot; create that first if there is none."""
         shape = Shape.of(spec)
-        disk = await self._media.template_disk(spec.template, spec.template_dir)
-        booted = await self._bases.get((spec.template, shape), lambda: self._boot(shape, disk))
-        return await self._go_on(spec, shape, booted.directory / STATE, booted.directory / MEMORY, disk)
+        disks = await self._media.disks(spec)
+        booted = await self._bases.get((spec.template, shape), lambda: self._boot(shape, disks))
+        return await self._go_on(spec, shape, booted.directory / STATE, booted.directory / MEMORY, disks)
 
     async def restore(self, snapshot: Path, spec: BoxSpec) -> FirecrackerBox:
         """Start a machine from a snapshot."""
@@ -139,23 +140,22 @@ class FirecrackerBackend(MachineBackend[FirecrackerBox]):
         about = read_about(
             snapshot, backend=self.name, vmm=self._firecracker.named, image=self._media.digest, spec=spec
         )
-        return await self._go_on(spec, about.shape, snapshot / STATE, snapshot / MEMORY, snapshot / TEMPLATE)
+        disks = (await self._media.disks(spec))._replace(template=snapshot / TEMPLATE)
+        return await self._go_on(spec, about.shape, snapshot / STATE, snapshot / MEMORY, disks)
 
     async def stop(self) -> None:
         """Destroy everything."""
         await super().stop()
         await asyncio.to_thread(shutil.rmtree, self._directory, True)
 
-    async def _boot(self, shape: Shape, disk: Path) -> _BaseMachine:
+    async def _boot(self, shape: Shape, disks: Disks) -> _BaseMachine:
         """Boot a machine and return its snapshot. Raises SandboxStartError."""
         machine, group = self._machine(shape)
         booted = _BaseMachine(self._directory / "bases" / group)
         booted.directory.mkdir(parents=True)
         media = self._media
         try:
-            await asyncio.to_thread(
-                machine.bring, {KERNEL: media.kernel, RAMDISK: media.ramdisk, ROOT: media.root, TEMPLATE: disk}
-            )
+            await asyncio.to_thread(machine.bring, {KERNEL: media.kernel, RAMDISK: media.ramdisk, **_named(disks)})
             await machine.start(self._grouped(group, shape, os.cpu_count() or 1), mute=False)
             await machine.boot()
             guest = await machine.reach_agent(_BOOT_S)
@@ -180,15 +180,13 @@ class FirecrackerBackend(MachineBackend[FirecrackerBox]):
             self._groups.remove(group)
         return booted
 
-    async def _go_on(self, spec: BoxSpec, shape: Shape, state: Path, memory: Path, disk: Path) -> FirecrackerBox:
+    async def _go_on(self, spec: BoxSpec, shape: Shape, state: Path, memory: Path, disks: Disks) -> FirecrackerBox:
         """Start a new sandbox from the state of another machine. Raises SandboxStartError."""
         machine, group = self._machine(shape)
         with ExitStack() as held:
             try:
                 async with self._starting:
-                    await asyncio.to_thread(
-                        machine.bring, {STATE: state, MEMORY: memory, ROOT: self._media.root, TEMPLATE: disk}
-                    )
+                    await asyncio.to_thread(machine.bring, {STATE: state, MEMORY: memory, **_named(disks)})
                     base = [
                         os.open(path, os.O_RDONLY | os.O_CLOEXEC)
                         for path in (machine.root / MEMORY, machine.root / TEMPLATE)
@@ -214,6 +212,12 @@ class FirecrackerBackend(MachineBackend[FirecrackerBox]):
     def _machine(self, shape: Shape) -> tuple[FirecrackerMachine, str]:
         group = self._group()
         return FirecrackerMachine(self._firecracker, self._directory, self._placed, shape), group
+
+
+def _named(disks: Disks) -> dict[str, Path]:
+    """A machine's disks by their names in its jail."""
+    names = zip((ROOT, TEMPLATE, PACKAGES), disks, strict=True)
+    return {name: path for name, path in names if path is not None}
 
 
 async def start(run_dir: Path, image: Path | None = None) -> FirecrackerBackend:

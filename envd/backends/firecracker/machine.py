@@ -30,7 +30,8 @@ from envd.guest.link import GuestLink
 from envd.sandbox.linux import SANDBOX_USER
 
 API, VSOCK, MEMORY, STATE = "run/firecracker.socket", "agent.sock", "memory", "state"
-KERNEL, RAMDISK, ROOT, TEMPLATE = "vmlinux", "initramfs", "root.squashfs", "template.squashfs"
+KERNEL, RAMDISK, ROOT = "vmlinux", "initramfs", "root.squashfs"
+TEMPLATE, PACKAGES = "template.squashfs", "packages.squashfs"
 _API_S = 30.0
 _USERS = 30_000
 _AGENT_CID = 3
@@ -137,7 +138,7 @@ class FirecrackerMachine:
         await self._until(self._answers, _API_S, "its API does not answer")
 
     async def boot(self) -> None:
-        """Boot a machine from the files KERNEL, RAMDISK, ROOT and TEMPLATE of the jail."""
+        """Boot a machine from the files KERNEL, RAMDISK, ROOT, TEMPLATE and, if there is one, PACKAGES of the jail."""
         arguments = kernel_arguments(self.shape, f"vsock:{VSOCK_PORT}", "reboot=k", "pci=off")
         machine = {
             "vcpu_count": self.shape.vcpus,
@@ -149,7 +150,9 @@ class FirecrackerMachine:
         await self.ask(
             "PUT", "/boot-source", {"kernel_image_path": KERNEL, "initrd_path": RAMDISK, "boot_args": arguments}
         )
-        for name, path in (("root", ROOT), ("template", TEMPLATE)):
+        for name, path in (("root", ROOT), ("template", TEMPLATE), ("packages", PACKAGES)):
+            if not (self.root / path).exists():
+                continue
             drive = {"drive_id": name, "path_on_host": path, "is_root_device": False, "is_read_only": True}
             await self.ask("PUT", f"/drives/{name}", drive)
         await self.ask("PUT", "/vsock", {"guest_cid": _AGENT_CID, "uds_path": VSOCK})

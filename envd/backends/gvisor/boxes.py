@@ -221,9 +221,9 @@ class GVisorBackend:
         await self.stage.end(box)
         await asyncio.to_thread(self._clear, box)
 
-    async def forget_template(self, template: str) -> None:
-        """See `KeepsTemplates`."""
-        await self.pool.forget(template)
+    async def forget(self, digest: str) -> None:
+        """See `Forgets`."""
+        await self.pool.forget(digest)
 
     async def died(self) -> str:
         """Wait until the stage fails, and return the reason."""

@@ -204,9 +204,9 @@ class NamespacesBackend:
         finally:
             os.close(archive)
 
-    async def forget_template(self, template: str) -> None:
-        """See `KeepsTemplates`."""
-        await self.pool.forget(template)
+    async def forget(self, digest: str) -> None:
+        """See `Forgets`."""
+        await self.pool.forget(digest)
 
     async def died(self) -> str:
         """Wait until the spawner ends by itself, and return the reason."""

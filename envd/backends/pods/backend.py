@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 import tarfile
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from envd.backends.pods.api import Api, ApiError, ExecStream, connect
 from envd.backends.pods.manifest import CONTAINER, SERVER, network_policy, pod_manifest
 from envd.backends.probing import probe
 from envd.backends.vm.machine import GUEST_PATH
-from envd.backends.workspace_tar import NAME, load_workspace, save_workspace
+from envd.backends.workspace_tar import NAME, load_packages, load_workspace, save_workspace
 from envd.errors import BackendUnavailable, EnvdError, SandboxGone, SandboxStartError
 from envd.guest.link import GuestLink
 from envd.sandbox.place import sandbox_environment
@@ -80,8 +81,18 @@ class PodsBackend:
 
     name = "pods"
 
-    def __init__(self, run_dir: Path, api: Api, image: str, runtime_class: str | None, level: IsolationLevel) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        api: Api,
+        image: str,
+        runtime_class: str | None,
+        level: IsolationLevel,
+        packages: str | None = None,
+    ) -> None:
+        """packages: directory of the image where a runtime's packages are mounted; None: no runtimes."""
         self._api, self._image, self._runtime_class, self._level = api, image, runtime_class, level
+        self._packages = packages
         self._tars = run_dir / "pods"
         self._label = owned_name()
         self._boxes: set[PodBox] = set()
@@ -91,7 +102,7 @@ class PodsBackend:
     @property
     def features(self) -> Features:
         """Features of this backend on this cluster."""
-        can = frozenset({"snapshot", "fork", "migrate", "pty"})
+        can = frozenset({"snapshot", "fork", "migrate", "pty", *(["runtime"] if self._packages else [])})
         helper = f"kubernetes, runtime class {self._runtime_class or 'default'}"
         return Features(self._level, ("cpu", "disk", "memory"), False, can, helper)
 
@@ -110,21 +121,18 @@ class PodsBackend:
 
     async def create(self, spec: BoxSpec) -> PodBox:
         """Start a pod and fill its workspace with the template."""
-        packed = self._packed.get(spec.template)
-        if packed is None or (packed.done() and (packed.cancelled() or packed.exception())):
-            packed = self._packed[spec.template] = asyncio.create_task(asyncio.to_thread(self._pack, spec))
-        return await self._start(spec, await asyncio.shield(packed))
+        return await self._start(spec, await self._tar(spec.template, spec.template_dir))
 
     async def restore(self, snapshot: Path, spec: BoxSpec) -> PodBox:
         """Start a pod with a snapshot's files."""
         return await self._start(spec, snapshot)
 
-    async def forget_template(self, template: str) -> None:
-        """See `KeepsTemplates`."""
-        packed = self._packed.pop(template, None)
+    async def forget(self, digest: str) -> None:
+        """See `Forgets`."""
+        packed = self._packed.pop(digest, None)
         if packed is not None:
             await asyncio.wait([packed])
-            await asyncio.to_thread(shutil.rmtree, self._tars / template[:32], True)
+            await asyncio.to_thread(shutil.rmtree, self._tars / digest[:32], True)
 
     async def died(self) -> str:
         """Wait until `stop` cancels: the backend has no process of its own that could fail."""
@@ -156,7 +164,15 @@ class PodsBackend:
         pod = f"envd-{re.sub(r'[^a-z0-9-]', '-', spec.name.lower())[:40]}-{os.urandom(5).hex()}"
         stream: ExecStream | None = None
         try:
-            manifest = pod_manifest(pod, spec, image=self._image, runtime_class=self._runtime_class, server=self._label)
+            packages = None if spec.runtime is None else await self._tar(spec.runtime.digest, spec.runtime.directory)
+            manifest = pod_manifest(
+                pod,
+                spec,
+                image=self._image,
+                runtime_class=self._runtime_class,
+                server=self._label,
+                packages=None if packages is None else (str(self._packages), (packages / NAME).stat().st_size),
+            )
             await self._api.ask(self._api.core.create_namespaced_pod, manifest)
             async with asyncio.timeout(_START_S):
                 await self._running(pod)
@@ -165,6 +181,8 @@ class PodsBackend:
                 env = {**sandbox_environment("/tmp"), "PATH": GUEST_PATH, **spec.env}
                 await guest.init(host_name=spec.host_name, env=env)
                 await load_workspace(guest, files)
+                if packages is not None:
+                    await load_packages(guest, packages, str(self._packages))
         except BaseException as error:
             said = stream.said if stream is not None else ""
             if stream is not None:
@@ -201,12 +219,19 @@ class PodsBackend:
             if error.status not in (0, 404):  # 0: API server unreachable; activeDeadlineSeconds ends the pod
                 raise
 
-    def _pack(self, spec: BoxSpec) -> Path:
-        directory = self._tars / spec.template[:32]
+    async def _tar(self, digest: str, files: Path) -> Path:
+        """Directory with the tar of a template or a runtime, made once."""
+        packed = self._packed.get(digest)
+        if packed is None or (packed.done() and (packed.cancelled() or packed.exception())):
+            packed = self._packed[digest] = asyncio.create_task(asyncio.to_thread(self._pack, digest, files))
+        return await asyncio.shield(packed)
+
+    def _pack(self, digest: str, files: Path) -> Path:
+        directory = self._tars / digest[:32]
         directory.mkdir(exist_ok=True)
         draft = directory / ".draft"
         with tarfile.open(draft, "w", format=tarfile.PAX_FORMAT) as archive:
-            archive.add(spec.template_dir, ".", filter=_as_root)
+            archive.add(files, ".", filter=_as_root)
         draft.rename(directory / NAME)
         return directory
 
@@ -229,6 +254,17 @@ async def _level_of(api: Api, runtime_class: str | None) -> IsolationLevel:
     return next((level for name, level in _LEVELS if found.handler.startswith(name)), IsolationLevel.PROCESS)
 
 
+def _packages_of(environment: Mapping[str, str]) -> str | None:
+    """Directory for runtimes' packages. Raises BackendUnavailable for a path that is not absolute."""
+    found = environment.get("TRIPLANE_ENVD_PODS_PACKAGES") or None
+    if found is not None and not found.startswith("/"):
+        raise BackendUnavailable(
+            f"TRIPLANE_ENVD_PODS_PACKAGES={found!r}: name the directory of the image's Python packages, such as"
+            " /usr/local/lib/python3.11/site-packages"
+        )
+    return found
+
+
 async def start(run_dir: Path) -> PodsBackend:
     """Start the backend and test it by starting a sandbox. Raises BackendUnavailable with the fix."""
     image = os.environ.get("TRIPLANE_ENVD_PODS_IMAGE")
@@ -239,7 +275,8 @@ async def start(run_dir: Path) -> PodsBackend:
     runtime_class = os.environ.get("TRIPLANE_ENVD_PODS_RUNTIME_CLASS") or None
     api = await connect()
     try:
-        backend = PodsBackend(run_dir, api, image, runtime_class, await _level_of(api, runtime_class))
+        level = await _level_of(api, runtime_class)
+        backend = PodsBackend(run_dir, api, image, runtime_class, level, _packages_of(os.environ))
     except BaseException:
         await api.close()
         raise

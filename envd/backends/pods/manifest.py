@@ -13,16 +13,31 @@ POLICY = "envd-sandbox-no-network"
 CONTAINER = "sandbox"
 USER = 65532
 _GRACE_S = 60.0
+_SLACK_MB = 16
+"""Memory for the directories of a runtime, beside its files."""
 
 
-def pod_manifest(pod: str, spec: BoxSpec, *, image: str, runtime_class: str | None, server: str) -> dict[str, Any]:
+def pod_manifest(
+    pod: str,
+    spec: BoxSpec,
+    *,
+    image: str,
+    runtime_class: str | None,
+    server: str,
+    packages: tuple[str, int] | None = None,
+) -> dict[str, Any]:
     """Return the manifest of a pod that may only run its agent and the agent's processes.
 
-    server: label of the server that owns the pod.
+    server: label of the server that owns the pod. packages: directory where a runtime is mounted, and its bytes.
     """
     limits = spec.limits
-    # Both directories are in memory, so that a full one gives ENOSPC; a disk limit would evict the pod minutes later.
-    resources = {"memory": f"{limits.memory_mb + limits.disk_mb}Mi", "cpu": f"{max(10, int(limits.cpu * 1000))}m"}
+    volumes = {"workspace": ("/workspace", limits.disk_mb), "tmp": ("/tmp", limits.disk_mb)}
+    memory_mb = limits.memory_mb + limits.disk_mb
+    if packages is not None:
+        place, size_mb = packages[0], (packages[1] >> 20) + _SLACK_MB
+        volumes["packages"], memory_mb = (place, size_mb), memory_mb + size_mb
+    # Directories are in memory, so that a full one gives ENOSPC; a disk limit would evict the pod minutes later.
+    resources = {"memory": f"{memory_mb}Mi", "cpu": f"{max(10, int(limits.cpu * 1000))}m"}
     container = {
         "name": CONTAINER,
         "image": image,
@@ -39,7 +54,7 @@ def pod_manifest(pod: str, spec: BoxSpec, *, image: str, runtime_class: str | No
             "runAsGroup": USER,
             "seccompProfile": {"type": "RuntimeDefault"},
         },
-        "volumeMounts": [{"name": name, "mountPath": f"/{name}"} for name in ("workspace", "tmp")],
+        "volumeMounts": [{"name": name, "mountPath": place} for name, (place, _) in volumes.items()],
     }
     whole: dict[str, Any] = {
         "restartPolicy": "Never",
@@ -52,8 +67,8 @@ def pod_manifest(pod: str, spec: BoxSpec, *, image: str, runtime_class: str | No
         "securityContext": {"fsGroup": USER},
         "containers": [container],
         "volumes": [
-            {"name": name, "emptyDir": {"medium": "Memory", "sizeLimit": f"{limits.disk_mb}Mi"}}
-            for name in ("workspace", "tmp")
+            {"name": name, "emptyDir": {"medium": "Memory", "sizeLimit": f"{size_mb}Mi"}}
+            for name, (_, size_mb) in volumes.items()
         ],
     }
     if runtime_class:

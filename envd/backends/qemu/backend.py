@@ -27,7 +27,7 @@ from envd.backends.vm.backend import WARM, MachineBackend
 from envd.backends.vm.base_machines import BaseMachine
 from envd.backends.vm.box import MachineBox
 from envd.backends.vm.machine import About, Shape, environment, read_about, write_about
-from envd.backends.vm.media import Media
+from envd.backends.vm.media import Disks, Media
 from envd.errors import BackendUnavailable, EnvdError, SandboxGone, SandboxStartError
 
 STATE, DISK = "state", "template.squashfs"
@@ -90,11 +90,10 @@ class QemuBackend(MachineBackend[QemuBox]):
     async def create(self, spec: BoxSpec) -> QemuBox:
         """Start a machine from its base machine; boot that first if there is none."""
         shape = Shape.of(spec)
-        disk = await self._media.template_disk(spec.template, spec.template_dir)
-        booted = await self._bases.get((spec.template, shape), lambda: self._boot(shape, disk))
+        disks = await self._media.disks(spec)
+        booted = await self._bases.get((spec.template, shape), lambda: self._boot(shape, disks))
         with booted.opened() as (memory, state), ExitStack() as held:
-            root, template = open_all(held, self._media.root, disk)
-            parts = Parts(root, template, memory=memory)
+            parts = replace(_parts(held, disks), memory=memory)
             return await self._go_on(spec, shape, parts, state)
 
     async def restore(self, snapshot: Path, spec: BoxSpec) -> QemuBox:
@@ -102,16 +101,18 @@ class QemuBackend(MachineBackend[QemuBox]):
         vmm, image = self._qemu.named, self._media.digest
         about = read_about(snapshot, backend=self.name, vmm=vmm, image=image, spec=spec)
         Shape.of(spec)
+        disks = (await self._media.disks(spec))._replace(template=snapshot / DISK)
         with ExitStack() as held:
             try:
-                state, root, template = open_all(held, snapshot / STATE, self._media.root, snapshot / DISK)
+                (state,) = open_all(held, snapshot / STATE)
+                parts = _parts(held, disks)
             except OSError as error:
                 raise SandboxStartError(
                     f"{snapshot.name} is an incomplete snapshot: {error.filename} can't be read"
                 ) from error
-            return await self._go_on(spec, about.shape, Parts(root, template), state)
+            return await self._go_on(spec, about.shape, parts, state)
 
-    async def _boot(self, shape: Shape, disk: Path) -> BaseMachine:
+    async def _boot(self, shape: Shape, disks: Disks) -> BaseMachine:
         """Boot a machine, stop it and return it as a base machine. Raises SandboxStartError."""
         began = time.monotonic()
         booted = BaseMachine(shape.machine_mb << 20)
@@ -119,8 +120,9 @@ class QemuBackend(MachineBackend[QemuBox]):
         try:
             with ExitStack() as held:
                 media = self._media
-                root, template, kernel, ramdisk = open_all(held, media.root, disk, media.kernel, media.ramdisk)
-                parts = Parts(root, template, memory=memory, shared=True, kernel=kernel, ramdisk=ramdisk)
+                kernel, ramdisk = open_all(held, media.kernel, media.ramdisk)
+                own = _parts(held, disks)
+                parts = replace(own, memory=memory, shared=True, kernel=kernel, ramdisk=ramdisk)
                 group = self._group()
                 machine = await QemuMachine.start(
                     self._qemu, shape, parts, self._grouped(group, shape, os.cpu_count() or 1)
@@ -170,6 +172,12 @@ class QemuBackend(MachineBackend[QemuBox]):
         box = QemuBox(machine, about, disk, lambda box: self._forget(box, group))
         self._boxes.add(box)
         return box
+
+
+def _parts(held: ExitStack, disks: Disks) -> Parts:
+    """A machine's disks, open."""
+    root, template, *packages = open_all(held, *(each for each in disks if each is not None))
+    return Parts(root, template, packages[0] if packages else None)
 
 
 async def start(run_dir: Path, image: Path | None = None, accelerator: str | None = None) -> QemuBackend:

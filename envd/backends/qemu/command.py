@@ -60,6 +60,8 @@ class Parts:
 
     root: int
     template: int
+    packages: int | None = None
+    """Of a runtime; None: the root's own."""
     memory: int | None = None
     """A memory file; None: anonymous memory."""
     shared: bool = False
@@ -116,7 +118,10 @@ def command_line(qemu: Qemu, shape: Shape, parts: Parts, agent: int, monitor: in
         *("-chardev", f"socket,id=monitor,fd={monitor}", "-mon", "chardev=monitor,mode=control"),
         *("-device", "virtio-rng-pci-non-transitional"),
     ]
-    for number, (name, disk) in enumerate((("root", parts.root), ("template", parts.template)), start=1):
+    disks = {"root": parts.root, "template": parts.template, "packages": parts.packages}
+    for number, (name, disk) in enumerate(disks.items(), start=1):
+        if disk is None:
+            continue
         line += [
             "-add-fd",
             f"set={number},fd={disk}",

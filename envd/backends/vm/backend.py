@@ -40,10 +40,10 @@ class MachineBackend(Generic[B]):
         self._starting = asyncio.Semaphore(starts * (os.cpu_count() or 1))
         self._failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
-    async def forget_template(self, template: str) -> None:
-        """See `KeepsTemplates`."""
-        await self._bases.forget(template)
-        self._media.forget(template)
+    async def forget(self, digest: str) -> None:
+        """See `Forgets`."""
+        await self._bases.forget(digest)
+        self._media.forget(digest)
 
     async def died(self) -> str:
         """Wait until `stop` cancels: machines are separate processes, and nothing else can fail."""
@@ -60,8 +60,9 @@ class MachineBackend(Generic[B]):
     def _features(self, helper: str) -> Features:
         # The machine's size limits memory and disk, without cgroups of the host; the guest's kernel limits processes.
         enforced = {"memory", "disk", "pids"} | ({"cpu"} & set(self._groups.enforced))
-        can = frozenset({"pause", "snapshot", "fork", "migrate", "pty"})
-        return Features(IsolationLevel.MACHINE, tuple(sorted(enforced)), True, can, helper)
+        can = {"pause", "snapshot", "fork", "migrate", "pty", "root"}
+        can |= {"runtime"} if self._media.runs_our_packages else set()
+        return Features(IsolationLevel.MACHINE, tuple(sorted(enforced)), True, frozenset(can), helper)
 
     def _about(self, vmm: str, template: str, shape: Shape) -> About:
         return About(self.name, vmm, self._media.digest, template, shape)

@@ -89,9 +89,9 @@ class BaseMachines(Generic[T]):
         self._shrink()
         return booted
 
-    async def forget(self, template: str) -> None:
-        """Cancel or close all base machines of a template."""
-        for key in [key for key in self._known if key[0] == template]:
+    async def forget(self, digest: str) -> None:
+        """Cancel or close all base machines of a template or a runtime."""
+        for key in [key for key in self._known if digest in (key[0], key[1].runtime)]:
             making = self._known.pop(key)
             if not making.done():
                 making.cancel()

@@ -17,7 +17,7 @@ OVERHEAD_MB = 64
 """Memory in MiB of a machine beyond its sandbox's limit, for its kernel."""
 VSOCK_PORT = 1024
 """Port on which the agent listens in a machine with a vsock."""
-VERSION = 1
+VERSION = 2
 GUEST_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _BOUNDS = {"memory_mb": (32, 1 << 20), "vcpus": (1, 32), "disk_mb": (1, 1 << 20), "pids": (2, 1 << 22)}
 
@@ -32,6 +32,8 @@ class Shape:
     disk_mb: int
     pids: int
     read_only: bool
+    runtime: str = ""
+    """Digest of the packages, or of the root, that it has instead of the guest image's; empty: those."""
 
     @classmethod
     def of(cls, spec: BoxSpec) -> Shape:
@@ -41,7 +43,8 @@ class Shape:
                 "virtual machines have no network: remove network.allow from the rules, or choose another backend"
             )
         limits = spec.limits
-        shape = cls(limits.memory_mb, max(1, math.ceil(limits.cpu)), limits.disk_mb, limits.pids, spec.read_only)
+        sizes = (limits.memory_mb, max(1, math.ceil(limits.cpu)), limits.disk_mb, limits.pids)
+        shape = cls(*sizes, spec.read_only, spec.runtime_digest)
         for name, (least, most) in _BOUNDS.items():
             if not least <= getattr(shape, name) <= most:
                 raise SandboxStartError(f"{name}={getattr(shape, name)}: a virtual machine supports {least} to {most}")
@@ -105,7 +108,12 @@ def read_about(directory: Path, *, backend: str, vmm: str, image: str, spec: Box
         whole = all(
             isinstance(getattr(shape, name), int) and a <= getattr(shape, name) <= b for name, (a, b) in _BOUNDS.items()
         )
-        if found["version"] != VERSION or not whole or not isinstance(shape.read_only, bool):
+        if (
+            found["version"] != VERSION
+            or not whole
+            or not isinstance(shape.read_only, bool)
+            or not isinstance(shape.runtime, str)
+        ):
             raise ValueError("another version, or bounds exceeded")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise SandboxStartError(f"{directory.name} holds no snapshot of a virtual machine of this version") from error
@@ -114,6 +122,7 @@ def read_about(directory: Path, *, backend: str, vmm: str, image: str, spec: Box
         ("was taken by", about.vmm, vmm),
         ("needs the guest image", about.image[:12], image[:12]),
         ("is of the template", about.template[:12], spec.template[:12]),
+        ("needs the runtime", about.shape.runtime[:12], spec.runtime_digest[:12]),
         ("has the memory, in MiB,", shape.memory_mb, spec.limits.memory_mb),
     ):
         if has != wants:
