@@ -12,6 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from click.testing import Result
+from typer.testing import CliRunner
 
 from contracts.artifacts import Artifact
 from contracts.errors import ArtifactMissing
@@ -21,6 +23,7 @@ from contracts.tasks import Environment, Split, Task
 from curation.errors import TaskError
 from curation.tasks.agents import agent_named, play_task
 from curation.tasks.bugs import file_diff
+from curation.tasks.exporting.packages import packages_of
 from curation.tasks.importing.copies import without_copies
 from curation.tasks.importing.reading import Reading
 from curation.tasks.runtimes import build_image
@@ -30,6 +33,8 @@ from envd.errors import TemplateError
 from envd.server.runtimes import Runtimes
 from envd.types import Limits, ToolCall
 from tests.oci import ARCHITECTURE, Layout, host_layers, layer, layer_of
+from tests.wheels import pytest_wheels
+from triplane_dagster.cli.app import app
 
 PROGRAMS = {"usr/bin/bash": b"bash", "usr/bin/python3.12": b"python", "usr/bin/python3": "->python3.12"}
 NEEDED = ("proc", "sys", "dev", "tmp", "workspace", ".template", ".scratch", ".envd", ".agent")
@@ -232,6 +237,34 @@ def make_task(runtime: str) -> Task:
         meta={},
         environment=Environment(runtime),
     )
+
+
+def test_commands_make_runtimes(tmp_path: Path) -> None:
+    def run(*arguments: str) -> Result:
+        return CliRunner().invoke(app, ["--store", str(tmp_path / "store"), "tasks", *arguments])
+
+    layout = Layout(tmp_path / "layout")
+    layout.add([layer_of(PROGRAMS)])
+    archive = layout.tar(tmp_path / "image.tar")
+    told = json.loads(run("image", str(archive), "--leave-out", "/testbed", "--json").stdout)
+    found = run("image", str(archive), "--leave-out", "testbed")
+    assert f"{{runtime: {told['runtime']}}}" in found.stdout and told["packages"] == []
+    store = open_store(str(tmp_path / "store"))
+    with pytest.raises(TaskError, match="is an image, of which no Dockerfile is known"):
+        packages_of(store, told["runtime"])
+    assert "no python3" in run("image", str(_without_python(tmp_path))).stderr
+    (tmp_path / "wheels").mkdir()
+    pytest_wheels(tmp_path / "wheels")
+    (tmp_path / "repository").mkdir()
+    (tmp_path / "repository/sums.py").write_bytes(RIGHT)
+    made = run("runtime", str(tmp_path / "repository"), "--wheelhouse", str(tmp_path / "wheels"), "--json")
+    assert [each["name"] for each in json.loads(made.stdout)["packages"]][-1] == "pytest"
+
+
+def _without_python(folder: Path) -> Path:
+    layout = Layout(folder / "without-python")
+    layout.add([layer_of({"usr/bin/bash": b""})])
+    return layout.folder
 
 
 def test_tasks_whose_image_holds_the_fixed_file_are_left_out(tmp_path: Path, store: Store) -> None:

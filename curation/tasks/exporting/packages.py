@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import metadata
 
 from contracts.artifacts import list_artifacts
-from contracts.runtimes import KIND
+from contracts.runtimes import KIND, ROOT
 from contracts.store import Store
 from curation.errors import TaskError
 
@@ -13,11 +13,16 @@ from curation.errors import TaskError
 def packages_of(store: Store, runtime: str) -> dict[str, str]:
     """Versions by name. runtime: digest of the task's runtime; empty: pytest in the version that grades here.
 
-    Raises TaskError if the store lacks the runtime.
+    Raises TaskError if the store lacks the runtime, or if it is an image.
     """
     if not runtime:
         return {"pytest": metadata.version("pytest")}
     for artifact in list_artifacts(store, KIND):
+        if artifact.meta.get("digest") == runtime and ROOT in artifact.names():
+            raise TaskError(
+                f"runtime {runtime[:12]} of its environment is an image, of which no Dockerfile is known: export rows"
+                " (--format swebench)"
+            )
         if artifact.meta.get("digest") == runtime:
             return {each["name"]: each["version"] for each in artifact.json("packages.json")}
     raise TaskError(f"runtime {runtime[:12]} of its environment is not in {store.url}: make it again")
