@@ -48,7 +48,15 @@ class Runtime:
     is_ours: bool = False
     """Whether its pytest is the server's, so that tests can run in a process that has imported it."""
     env: tuple[tuple[str, str], ...] = ()
-    """Environment variables of a root, below a request's own."""
+    """Environment variables of a root."""
+
+    def environment(self, wanted: Mapping[str, str]) -> dict[str, str]:
+        """Variables of a sandbox: a request's own before the root's. Idempotent."""
+        own, places = dict(self.env), wanted.get("PYTHONPATH", "")
+        env = {**own, **wanted}
+        if places and own.get("PYTHONPATH") and not f":{places}".endswith(f":{own['PYTHONPATH']}"):
+            env["PYTHONPATH"] = f"{places}:{own['PYTHONPATH']}"
+        return env
 
 
 @dataclass(frozen=True)

@@ -184,7 +184,7 @@ class Sandboxes:
             template_dir=self.templates.directory_of(template),
             limits=decisions.limits,
             runtime=runtime,
-            env={**dict(runtime.env if runtime else ()), **wanted.env},
+            env=runtime.environment(wanted.env) if runtime else wanted.env,
             host_name=host_name,
             network=decisions.network,
             read_only=decisions.read_only,

@@ -171,7 +171,7 @@ class Verifications:
     def _spec(self, digest: str, limits: Limits, runtime: Runtime | None) -> BoxSpec:
         self._count += 1
         directory = self._templates.directory_of(digest)
-        env = dict(runtime.env if runtime else ())
+        env = runtime.environment({}) if runtime else {}
         return BoxSpec(f"verify-{self._count}", digest, directory, limits, runtime, env, supervised=True)
 
     async def died(self) -> str:

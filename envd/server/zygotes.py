@@ -163,7 +163,7 @@ class Zygote:
             "template": template,
             "runtime": runtime.digest if runtime else "",
             "root": bool(runtime and runtime.is_root),
-            "env": dict(runtime.env if runtime else ()),
+            "env": runtime.environment({}) if runtime else {},
             "cold": cold,
             "memory": limits.memory_mb * _MIB,
             "pids": limits.pids,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import io
 import json
 import tarfile
 from collections.abc import Mapping
@@ -28,6 +27,7 @@ from curation.tasks.importing.copies import without_copies
 from curation.tasks.importing.reading import Reading
 from curation.tasks.runtimes import build_image
 from curation.verify import Verifier
+from envd.backends.base import Runtime
 from envd.client import SandboxClient
 from envd.errors import TemplateError
 from envd.server.runtimes import Runtimes
@@ -291,10 +291,12 @@ def test_agents_and_verdicts_see_the_image(image: Artifact, shown_by: str) -> No
             oracle = await play_task(task, agent_named("oracle"), client, verifier, limits=Limits(), max_turns=4)
             assert oracle.verdict.solved, oracle.verdict
             template = await client.put_template(task.files)
-            async with await client.create(template, runtime=image.meta["digest"], env={"MORE": "1"}) as sandbox:
+            env = task.environment.variables(task.files) | {"MORE": "1"}
+            async with await client.create(template, runtime=image.meta["digest"], env=env) as sandbox:
                 command = (
-                    "cat /etc/made-of; echo $FROM_IMAGE $MORE; python3 -c 'import sums, sys; print(sys.executable)';"
-                    " touch /opt/x || echo read-only; touch /workspace/y /tmp/z && echo writable; ls / | tr '\\n' ' '"
+                    "cat /etc/made-of; echo $FROM_IMAGE $MORE;"
+                    " python3 -c 'import sums, pytest, sys; print(sys.executable)';"
+                    " touch /opt/x || echo read-only; touch /workspace/y /tmp/z && echo writable"
                 )
                 said = await sandbox.call(ToolCall("exec", {"command": command}))
                 for each in ("layers\nyes 1\n/opt/bin/python3\n", "read-only\n", "writable\n"):
@@ -305,8 +307,9 @@ def test_agents_and_verdicts_see_the_image(image: Artifact, shown_by: str) -> No
     asyncio.run(play())
 
 
-def test_tasks_name_images_as_runtimes(image: Artifact) -> None:
-    told = json.loads((image.path("image.json")).read_bytes())
-    assert told["env"]["FROM_IMAGE"] == "yes"
-    with tarfile.open(fileobj=io.BytesIO(image.path(ROOT).read_bytes())) as tar:
-        assert tar.getmembers()[0].name == "."
+def test_variables_of_a_request_come_before_those_of_the_image() -> None:
+    runtime = Runtime("0" * 64, Path(), True, env=(("A", "1"), ("PYTHONPATH", "/opt/packages")))
+    assert runtime.environment({}) == dict(runtime.env)
+    wanted = {"A": "2", "B": "3", "PYTHONPATH": "/workspace"}
+    expected = wanted | {"PYTHONPATH": "/workspace:/opt/packages"}
+    assert runtime.environment(wanted) == runtime.environment(expected) == expected

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,18 +26,23 @@ _WALL_S, _CPU_S = 60.0, 6.0
 _RUN_S = 900.0
 _AT_ONCE = 2
 """Ways tried at once. Unlike candidates, which often only wait, all of them compute."""
-_RUNS: tuple[tuple[str, dict[str, Any], dict[str, str]], ...] = (
-    ("plain", {"coverage": True}, {"TZ": "UTC", "PYTHONHASHSEED": "0"}),
+_Run = tuple[str, dict[str, Any], dict[str, str]]
+"""Name of a run, what it does, and its environment."""
+_PLAIN, _TOGETHER, _AGAIN = "plain", "in another order, with another hash seed and time zone", "a second time"
+_RUNS: tuple[_Run, ...] = (
+    (_PLAIN, {"coverage": True}, {"TZ": "UTC", "PYTHONHASHSEED": "0"}),
     ("alone", {"alone": True}, {"TZ": "UTC", "PYTHONHASHSEED": "0"}),
     ("under load", {"load": 2}, {"TZ": "UTC", "PYTHONHASHSEED": "0"}),
+    (_TOGETHER, {"reverse": True}, {"TZ": "Asia/Kathmandu", "PYTHONHASHSEED": "4711"}),
+    (_AGAIN, {}, {"TZ": "UTC", "PYTHONHASHSEED": "0"}),
+)
+"""The longest first. The last repeats the first, without its tracing."""
+_APART: tuple[_Run, ...] = (
     ("in another order", {"reverse": True}, {"TZ": "UTC", "PYTHONHASHSEED": "0"}),
     ("with another hash seed", {}, {"TZ": "UTC", "PYTHONHASHSEED": "4711"}),
     ("in another time zone", {}, {"TZ": "Asia/Kathmandu", "PYTHONHASHSEED": "0"}),
-    ("a second time", {}, {"TZ": "UTC", "PYTHONHASHSEED": "0"}),
 )
-"""Name of each run, what it does, and its environment, the longest first. The last repeats the first, without its
-tracing.
-"""
+"""Which of these it was, if a test only fails in all of them together."""
 
 
 @dataclass(frozen=True)
@@ -85,11 +90,12 @@ async def run_baseline(repository: Repository, guest: Guest, store: Store) -> Ba
 
     Raises TaskError if pytest collects none, or if fewer than 80% of them pass always.
     """
-    key = step_key("baseline", {"guest": guest.digest, "runs": [list(run) for run in _RUNS]})
+    key = step_key("baseline", {"guest": guest.digest, "runs": [list(run) for run in (*_RUNS, *_APART)]})
     found = recall(store, key)
     if found is None:
-        slots = asyncio.Semaphore(_AT_ONCE)
-        results = await asyncio.gather(*(_run(guest, slots, *each) for each in _RUNS))
+        results = await _run_all(guest, _RUNS)
+        if _passing(results[_TOGETHER]) != _passing(results[_PLAIN]):
+            results |= await _run_all(guest, _APART)
         found = record(store, key, _summary(results))
     baseline = Baseline(
         {row[0]: TestFunction(row[0], tuple(row[1]), *row[2:]) for row in found["good"]},
@@ -100,55 +106,69 @@ async def run_baseline(repository: Repository, guest: Guest, store: Store) -> Ba
     return baseline
 
 
-async def _run(
-    guest: Guest, slots: asyncio.Semaphore, name: str, how: dict[str, Any], env: dict[str, str]
-) -> dict[str, Any]:
-    spec = {"runs": [{"name": "run", **how}], "wall_s": _WALL_S, "cpu_s": _CPU_S}
-    async with slots:
-        return await guest.run(spec, timeout_s=_RUN_S, env=env)
+async def _run_all(guest: Guest, runs: Sequence[_Run]) -> dict[str, dict[str, Any]]:
+    """Results by name."""
+    slots = asyncio.Semaphore(_AT_ONCE)
+
+    async def one(how: dict[str, Any], env: dict[str, str]) -> dict[str, Any]:
+        spec = {"runs": [{"name": "run", **how}], "wall_s": _WALL_S, "cpu_s": _CPU_S}
+        async with slots:
+            return await guest.run(spec, timeout_s=_RUN_S, env=env)
+
+    results = await asyncio.gather(*(one(how, env) for _, how, env in runs))
+    return {name: result for (name, _, _), result in zip(runs, results, strict=True)}
 
 
-def _summary(results: list[dict[str, Any]]) -> dict[str, Any]:
+def _outcomes(result: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = result["runs"].get("run", {"outcomes": {}})["outcomes"]
+    return found
+
+
+def _passing(result: dict[str, Any]) -> set[str]:
+    return {node for node, outcome in _outcomes(result).items() if outcome[0] == "passed"}
+
+
+def _summary(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Good tests with their places and durations, causes of the bad ones, and the lines that tests run."""
-    runs = [result["runs"].get("run", {"outcomes": {}, "lines": {}}) for result in results]
+    plain, outcomes = results[_PLAIN], {name: _outcomes(result) for name, result in results.items()}
     bad = {
         node: f"can't be imported: {message}"
-        for result in results
+        for result in results.values()
         for node, (outcome, message) in result["collect"].items()
         if outcome == "failed"
     }
     groups: dict[str, list[list[Any]]] = {}
-    for row in results[0]["tests"]:
+    for row in plain["tests"]:
         groups.setdefault(base_name(row[0]), []).append(row)
     good = []
     for name, rows in groups.items():
-        causes = [cause for row in rows if (cause := _cause([run["outcomes"].get(row[0]) for run in runs]))]
+        found = ({run: each.get(row[0]) for run, each in outcomes.items()} for row in rows)
+        causes = [cause for each in found if (cause := _cause(each))]
         if causes:
             bad[name] = causes[0]
         else:
-            seconds = sum(runs[0]["outcomes"][row[0]][2] for row in rows)
+            seconds = sum(outcomes[_PLAIN][row[0]][2] for row in rows)
             good.append([name, [row[0] for row in rows], rows[0][1], rows[0][2], round(seconds, 4)])
-    late = {base_name(row[0]) for result in results[1:] for row in result["tests"]} - groups.keys()
+    late = {base_name(row[0]) for result in results.values() for row in result["tests"]} - groups.keys()
     bad.update(dict.fromkeys(late, "is not collected every time"))
-    return {"good": good, "bad": bad, "lines": runs[0]["lines"]}
+    return {"good": good, "bad": bad, "lines": plain["runs"].get("run", {"lines": {}})["lines"]}
 
 
-def _cause(outcomes: list[Any]) -> str | None:
-    """Why a test can't be used, by its outcomes in the order of _RUNS, or None."""
-    statuses = [each[0] if each else "is not collected" for each in outcomes]
-    if all(status == "passed" for status in statuses):
+def _cause(outcomes: dict[str, Any]) -> str | None:
+    """Why a test can't be used, by its outcomes in each run, or None."""
+    statuses = {name: each[0] if each else "is not collected" for name, each in outcomes.items()}
+    others = {name: status for name, status in statuses.items() if status != "passed"}
+    if not others:
         return None
-    message = next((each[1] for each in outcomes if each and each[0] != "passed"), "")
-    if len(set(statuses)) == 1:
-        return f"{statuses[0]}: {message}" if message else statuses[0]
-    if statuses[0] == "passed" == statuses[-1]:
-        places = [name for (name, _, _), status in zip(_RUNS, statuses, strict=True) if status != "passed"]
-        return f"unstable: {statuses[statuses.index(_other(statuses))]} {' and '.join(places)}: {message}"
-    return f"unstable: {statuses.count('passed')} of {len(statuses)} runs pass: {message}"
-
-
-def _other(statuses: list[str]) -> str:
-    return next(status for status in statuses if status != "passed")
+    message = next((each[1] for each in outcomes.values() if each and each[0] != "passed"), "")
+    first = next(iter(others.values()))
+    if set(statuses.values()) == {first}:
+        return f"{first}: {message}" if message else first
+    if _PLAIN not in others and _AGAIN not in others:
+        apart = any(name in others for name, _, _ in _APART)
+        places = [name for name in others if not (apart and name == _TOGETHER)]
+        return f"unstable: {first} {' and '.join(places)}: {message}"
+    return f"unstable: {len(statuses) - len(others)} of {len(statuses)} runs pass: {message}"
 
 
 def _check(repository: Repository, baseline: Baseline) -> None:

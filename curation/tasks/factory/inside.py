@@ -576,7 +576,13 @@ def main() -> None:
     if any(run.get("coverage") for run in spec.get("runs", ())):
         from coverage import Coverage
 
-        coverage = Coverage(data_file=None, config_file=False, source=[str(ROOT)], messages=False)
+        coverage = Coverage(
+            data_file=None,
+            config_file=False,
+            source=[str(ROOT)],
+            omit=[str(ROOT / path) for path in spec["files"]],
+            messages=False,
+        )
         coverage.start()
     plugin = Plugin(spec, coverage)
     # as envd's test runner (envd/sandbox/runner.py): no ini file, no installed plugin
