@@ -52,9 +52,16 @@ class Runs:
         """Number of runs that envd completed."""
 
     async def run(
-        self, task: Task, diff: bytes, hidden: Mapping[str, bytes] | None = None, tests: Sequence[str] | None = None
+        self,
+        task: Task,
+        diff: bytes,
+        hidden: Mapping[str, bytes] | None = None,
+        tests: Sequence[str] | None = None,
+        *,
+        timeout_s: float | None = None,
     ) -> VerifyResult:
-        """Run the named tests on a final state in a new sandbox. hidden, tests: replace the task's.
+        """Run the named tests on a final state in a new sandbox. hidden, tests: replace the task's. timeout_s: for a
+        task that names none, instead of that of all runs.
 
         Raises InfraFault if envd keeps failing, Ungradable if it fails on this state alone, ArtifactMissing without the
         task's runtime.
@@ -66,7 +73,7 @@ class Runs:
                 await asyncio.sleep(backoff_s(attempt, BACKOFF_S))
             controlled = attempt >= BLAMED_AFTER and bool(diff) and await self._control(task)
             try:
-                return await self._once(task, diff, hidden, tests)
+                return await self._once(task, diff, hidden, tests, timeout_s)
             except ArtifactMissing:
                 raise  # of the task's runtime
             except TriplaneError as error:
@@ -110,7 +117,12 @@ class Runs:
             return False
 
     async def _once(
-        self, task: Task, diff: bytes, hidden: Mapping[str, bytes] | None, tests: Sequence[str] | None
+        self,
+        task: Task,
+        diff: bytes,
+        hidden: Mapping[str, bytes] | None,
+        tests: Sequence[str] | None,
+        timeout_s: float | None = None,
     ) -> VerifyResult:
         template, environment = await self._template(task), task.environment
         await self.provide(task)
@@ -121,7 +133,7 @@ class Runs:
             task.hidden_files if hidden is None else hidden,
             task.tests if tests is None else tests,
             limits=dataclasses.replace(LIMITS, memory_mb=environment.memory_mb or LIMITS.memory_mb),
-            timeout_s=environment.timeout_s or self._timeout_s,
+            timeout_s=environment.timeout_s or timeout_s or self._timeout_s,
             artifacts=task.deliverables,
             product=changed_paths(task.reference_diff),
             runtime=environment.runtime,

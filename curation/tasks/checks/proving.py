@@ -52,9 +52,9 @@ async def prove(task: Task, run: Run) -> Proof:
         hidden, left = task.hidden_files | version, tests
         result = await run(hidden, left)
         for repetition in range(_MOST_STUCK):
-            stuck = _stuck(result)
-            left = tuple(test for test in left if test not in stuck)
-            if result.exit != "timed_out" or not left or (repetition and not stuck):
+            hanging = stuck(result)
+            left = tuple(test for test in left if test not in hanging)
+            if result.exit != "timed_out" or not left or (repetition and not hanging):
                 break
             result = await run(hidden, left)
         return result
@@ -92,7 +92,7 @@ async def prove(task: Task, run: Run) -> Proof:
     )
 
 
-def _stuck(result: VerifyResult) -> set[str]:
+def stuck(result: VerifyResult) -> set[str]:
     """Tests that a run began and did not end, by name without parameters."""
     return {
         base_name(each.name)
@@ -202,8 +202,8 @@ async def _observed(
         if not made.files:
             break
         result = await run(task.hidden_files | made.files, tests)
-        stuck = _stuck(result) if result.exit == "timed_out" else set()
-        told = tuple(test for test in tests if test in stuck or test in passing(result)) if stuck else tests
+        hanging = stuck(result) if result.exit == "timed_out" else set()
+        told = tuple(test for test in tests if test in hanging or test in passing(result)) if hanging else tests
         bad = _disagreeing(made, result, told, keys)
         if not bad:
             seen = _seen(made, result)

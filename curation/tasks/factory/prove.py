@@ -24,7 +24,7 @@ from curation.paths import changed_paths
 from curation.runs import Runs
 from curation.tasks.bugs import file_diff
 from curation.tasks.checks.observing import drawn_functions
-from curation.tasks.checks.proving import as_written, function_of, wholly_observed
+from curation.tasks.checks.proving import as_written, function_of, stuck, wholly_observed
 from curation.tasks.factory.baseline import Baseline
 from curation.tasks.factory.environment import Surroundings, sources_of
 from curation.tasks.factory.functions import Function
@@ -44,6 +44,8 @@ VERIFY_TIMEOUT_S = 60.0
 """Deadline of a proof's runs. Longer than the verifier's own, so that a busy machine changes no verdict and no check: a
 check whose run does not end proves nothing.
 """
+EMPTIED_TIMEOUT_S = 20.0
+"""Deadline of a run with a function that does nothing, in seconds."""
 _ENOUGH = 2
 """Decoys of a test whose assertions are all observed."""
 PROOF_S = 600.0
@@ -211,10 +213,11 @@ class Prover:
             return False
         path, data, (start, end) = function.source.path, function.source.data, function.body_span
         emptied = (data[:start] + b"return None" + data[end:]).decode()
-        result = await self._runs.run(task, file_diff(path, task.files[path].decode(), emptied))
+        diff = file_diff(path, task.files[path].decode(), emptied)
+        result = await self._runs.run(task, diff, timeout_s=EMPTIED_TIMEOUT_S)
         passes = passing(result)
-        if result.exit == "completed":
-            noticing |= tests - passes
+        # what calls a function that does nothing may call it for ever
+        noticing |= tests - passes if result.exit == "completed" else tests & stuck(result)
         return tests <= passes
 
     async def _tried(self, task: Task, cheat: bytes) -> Verdict:
