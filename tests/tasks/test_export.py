@@ -20,6 +20,7 @@ from contracts.artifacts import Artifact, ArtifactWriter
 from contracts.store import Store, open_store
 from contracts.suites import add_tasks
 from contracts.tasks import Environment, Split, Task
+from curation.errors import TaskError
 from curation.tasks.agents import agent_named, play_suite
 from curation.tasks.exporting.folder import new_folder
 from curation.tasks.importing.dockerfile import read_dockerfile
@@ -283,6 +284,16 @@ def test_harbor_task_without_a_part_is_named(tmp_path: Path) -> None:
         (folder / part).unlink()
         (broken,) = read_source(folder.parent).broken
         assert f"it has no {part}" in broken.reason
+
+
+def test_a_dockerfile_whose_image_the_task_names_gives_its_files_alone() -> None:
+    text = "ARG V=1\nFROM ubuntu:$V\nENV A=1\nRUN apt-get install -y gcc && x\nWORKDIR /app\nCOPY src /app\nUSER me\n"
+    image = read_dockerfile(text, built=True)
+    assert image.tree({"src/m.py": b"3", "Dockerfile": b""}) == {"m.py": b"3"} and image.packages == ()
+    with pytest.raises(TaskError, match=r"ARG V=1.*name its image as the task's runtime"):
+        read_dockerfile(text)
+    with pytest.raises(TaskError, match="COPY --from=built"):
+        read_dockerfile(text + "COPY --from=built a b\n", built=True)
 
 
 def test_dockerfile_places_files_as_docker_does() -> None:

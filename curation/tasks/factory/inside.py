@@ -273,6 +273,7 @@ def _direct_calls(config: pytest.Config, items: Iterable[pytest.Item]) -> dict[s
             )
         with contextlib.suppress(StopIteration):
             explaining.send(None)
+        os.environ.pop("PYTEST_CURRENT_TEST", None)
         return None if done.excinfo is None else item.ihook.pytest_runtest_makereport(item=item, call=done)
 
     found: dict[str, Callable[[], Any]] = {}

@@ -152,7 +152,9 @@ async def make_suite(
         raise TaskError(f"{source} has no function that its tests run: tests must import the code from the repository")
     most = max(8, math.ceil(2 * _SPARE * config.count / len(functions)))
     context = Context(repository, functions, baseline.lines, config.seed, most, older)
-    drawn = [each for strategy in strategies for each in draw(list(strategy(context)), config)]
+    drawn = list[Candidate]()
+    for strategy in strategies:
+        drawn += draw(await asyncio.to_thread(list, strategy(context)), config)  # `revert` asks git for seconds
     for name in asking:
         assert config.model is not None, "checked above"
         wanted = math.ceil(_SPARE * config.count)

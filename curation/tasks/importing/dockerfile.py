@@ -1,4 +1,6 @@
-"""The part of a Dockerfile that runs here without Docker: Python, files, git, pytest. Everything else is refused."""
+"""The part of a Dockerfile that runs here without Docker: Python, files, git, pytest. Everything else is refused,
+unless the task names a runtime: then only the files count.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,12 @@ from curation.errors import TaskError
 from curation.tasks.importing.trees import Tree
 
 _IGNORED = frozenset({"CMD", "EXPOSE", "LABEL", "MAINTAINER", "SHELL", "STOPSIGNAL"})
+_BUILT = frozenset({"ARG", "ENTRYPOINT", "ENV", "FROM", "HEALTHCHECK", "RUN", "USER", "VOLUME"})
+"""Instructions whose result a task's runtime has."""
 _VARIABLES = frozenset(
     {"PYTHONPATH", "PYTHONDONTWRITEBYTECODE", "PYTHONUNBUFFERED", "PYTEST_ADDOPTS", "PIP_NO_CACHE_DIR"}
 )
+_NAME_IT = "name its image as the task's runtime (docs/tasks.md#images), or use Harbor"
 _SYSTEM = frozenset({"git", "patch", "ca-certificates", "bash"})
 """System packages that every sandbox has, or that tests don't need."""
 _GIT = frozenset({"init", "add", "commit", "config", "-c", "branch"})
@@ -50,13 +55,18 @@ class Image:
         return found
 
 
-def read_dockerfile(text: str, workdir: str | None = None) -> Image:
-    """Image of a Dockerfile. workdir: replaces its WORKDIR. Raises TaskError that names what can't be done here."""
-    where, based = "/", False
+def read_dockerfile(text: str, workdir: str | None = None, *, built: bool = False) -> Image:
+    """Image of a Dockerfile. workdir: replaces its WORKDIR. built: the task names a runtime, such as this very image.
+
+    Raises TaskError that names what can't be done here.
+    """
+    where, based = "/", built
     copies: list[tuple[tuple[str, ...], str]] = []
     packages: list[str] = []
     for instruction, rest in _instructions(text):
         match instruction:
+            case _ if built and instruction in _BUILT:
+                pass
             case "FROM" if not based and _PYTHON.fullmatch(rest.strip()):
                 based = True
             case "WORKDIR":
@@ -76,7 +86,7 @@ def read_dockerfile(text: str, workdir: str | None = None) -> Image:
             case _:
                 raise TaskError(_refused(f"{instruction} {rest}"))
     if not based:
-        raise TaskError("its Dockerfile has no FROM python:3...: only Python tasks run here")
+        raise TaskError(f"its Dockerfile has no FROM python:3...: {_NAME_IT}")
     return Image(normpath(workdir or where).rstrip("/"), tuple(copies), tuple(packages))
 
 
@@ -121,7 +131,7 @@ def _run(command: str) -> Iterator[str]:
 
 def _refused(what: str) -> str:
     said = " ".join(what.split())
-    return f"its Dockerfile says `{said:.120}`, a build step that has no counterpart here: remove it, or use Harbor"
+    return f"its Dockerfile says `{said:.120}`, a build step that has no counterpart here: {_NAME_IT}"
 
 
 def _copied(context: Tree, source: str, destination: str, *, several: bool) -> Tree:

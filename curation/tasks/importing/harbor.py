@@ -115,10 +115,11 @@ def _toml(place: Path) -> dict[str, Any]:
 def _source(place: Path, own: _Own) -> Source:
     everything = folder_tree(place)
     environment = folder_tree(place / "environment")
-    image = read_dockerfile(_text(environment, "Dockerfile", "environment/Dockerfile"), _workdir(place))
+    dockerfile = _text(environment, "Dockerfile", "environment/Dockerfile")
+    image = read_dockerfile(dockerfile, _workdir(place), built=bool(own.environment.get("runtime")))
     before = image.tree(environment)
     installed = [each for each in image.packages if re.split(r"[=<>~!\[ ]", each)[0] != "pytest"]
-    if installed and not own.environment.get("runtime"):
+    if installed:
         raise TaskError(
             f"its Dockerfile installs {installed[0]}: packages need a runtime, whose digest is"
             " metadata.triplane.environment.runtime (docs/tasks.md)"
