@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import sys
 import sysconfig
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from envd.tools.paths import WORKSPACE
@@ -29,6 +31,10 @@ _PACKAGES = (
 """Directories below a prefix that hold packages, as patterns."""
 _SOFTWARE, _DEPTH = ("lib", "share", "local/lib", "local/share"), 2
 """Directories below /usr whose own directories are software, and how deep these are searched for packages."""
+_LIBRARY = re.compile(r"/usr/(local/)?lib\w*/python3[\w.]*")
+"""Python's own modules, whichever Python's."""
+_MOST = 250
+"""Directories that are mounted over, at most (envd/native/spawn.h allows 256): of others, the deepest stay visible."""
 _NAMES = frozenset({"site-packages", "dist-packages", "third_party", "_vendor"})
 
 
@@ -50,7 +56,7 @@ def package_places() -> tuple[str, ...]:
     """Directories inside sandboxes of this host's Python packages, that of the running environment first.
 
     A runtime takes the place of the first, and the others are empty then. They include what contains copies of other
-    packages: pip and setuptools, which Python itself brings, and software with packages of its own.
+    packages: pip and setuptools, which Python itself brings, and software with packages or modules of its own.
     """
     own = sysconfig.get_path("purelib")
     prefixes = {sys.prefix, sys.base_prefix, sys.base_exec_prefix, "/usr", "/usr/local"}
@@ -63,8 +69,26 @@ def package_places() -> tuple[str, ...]:
             ours = any(f"{prefix}/".startswith(f"{each}/") for prefix in prefixes)
             if not ours and not each.name.startswith("python") and _has_packages(str(each), _DEPTH):
                 found.add(str(each))
+    modules = sorted(_with_modules("/usr", found), key=lambda each: each.count("/"))
+    found.update(modules[: max(0, _MOST - len(found))])
     real = {os.path.realpath(each) for each in found if Path(each).is_dir()} - {os.path.realpath(own)}
     return (inside(own), *(inside(each) for each in sorted(real) if _is_visible(each)))
+
+
+def _with_modules(directory: str, known: Collection[str]) -> Iterator[str]:
+    """Topmost directories that hold Python modules, beside the known ones, Python's own and those of programs."""
+    try:
+        with os.scandir(directory) as entries:
+            below = list(entries)
+    except OSError:
+        return
+    if any(each.name.endswith(".py") for each in below):
+        yield directory
+        return
+    for each in below:
+        ours = each.name in ("bin", "sbin") or each.path in known or _LIBRARY.fullmatch(each.path)
+        if not ours and each.is_dir(follow_symlinks=False):
+            yield from _with_modules(each.path, known)
 
 
 def _has_packages(directory: str, depth: int) -> bool:

@@ -298,7 +298,8 @@ def test_agents_and_verdicts_see_the_image(image: Artifact, shown_by: str) -> No
                     " python3 -c 'import sums, pytest, sys; print(sys.executable)';"
                     " touch /opt/x || echo read-only; touch /workspace/y /tmp/z && echo writable"
                 )
-                said = await sandbox.call(ToolCall("exec", {"command": command}))
+                exec_ = ToolCall("exec", {"command": command, "timeout_s": 60})  # QEMU may emulate the processor
+                said = await sandbox.call(exec_, timeout_s=90)
                 for each in ("layers\nyes 1\n/opt/bin/python3\n", "read-only\n", "writable\n"):
                     assert each in said.text, said.text
                 read = await sandbox.call(ToolCall("read", {"path": "sums.py"}))

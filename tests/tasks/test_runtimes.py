@@ -46,6 +46,7 @@ WRONG = b"from onemore import more\n\n\ndef add(a, b):\n    return a - b\n"
 RIGHT = WRONG.replace(b"a - b", b"a + b")
 TREE = {"pyproject.toml": PROJECT.encode(), "src/sums/__init__.py": WRONG}
 HIDDEN = """
+import os
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -68,7 +69,8 @@ def test_sees_its_packages_alone(watched):
 
 
 def test_judge_is_another_user():
-    judge = next(line for line in Path("/proc/1/status").read_text().splitlines() if line.startswith("Uid"))
+    about = Path(f"/proc/{os.getppid()}/status").read_text().splitlines()
+    judge = next(line for line in about if line.startswith("Uid"))
     assert judge.split()[1] == "1" or Path("/proc/self/uid_map").read_text().split()[1] != "231072"
 
 
@@ -302,6 +304,23 @@ def test_deadline_is_of_the_task(runtime: Artifact, store: Store, shown_by: str)
     slow = {"tests/test_hidden.py": b"import time\n\n\ndef test_adds():\n    time.sleep(30)\n"}
     task = dataclasses.replace(make_task(runtime, timeout_s=0.5), hidden_files=slow, tests=TESTS[:1])
     assert grade(task, b"", store, shown_by).exit == "timed_out"
+
+
+@pytest.mark.parametrize("shown_by", ["namespaces"], indirect=True)  # others have a system of their own
+def test_agent_sees_no_other_software_written_in_python(runtime: Artifact, store: Store, shown_by: str) -> None:
+    """Its functions may be solutions, such as `to_unicode` of LLVM's test runner for that of boltons."""
+    search = (
+        "find /usr -name '*.py' -not -path '/usr/*bin/*' 2>/dev/null"
+        " | grep -vE '^/usr/(local/)?lib[0-9]*/python3[0-9.]*/' | head"
+    )
+
+    async def job(client: SandboxClient) -> str:
+        await client.put_runtime(runtime.meta["digest"], runtime.path(ARCHIVE))
+        template = await client.put_template(TREE)
+        async with await client.create(template, runtime=runtime.meta["digest"]) as sandbox:
+            return (await sandbox.call(ToolCall("exec", {"command": f"{search}; echo end"}), timeout_s=60)).text
+
+    assert with_client(shown_by, job).startswith("end\n")
 
 
 @pytest.mark.parametrize("shown_by", ["namespaces"], indirect=True)  # others end the whole sandbox

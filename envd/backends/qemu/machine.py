@@ -67,7 +67,8 @@ class QemuMachine:
     async def start(cls, qemu: Qemu, shape: Shape, parts: Parts, groups: Sequence[Path]) -> QemuMachine:
         """Start a QEMU with a stopped machine. groups: as for `VmmProcess`. Raises MachineError."""
         kvm = Path("/dev/kvm") if qemu.accelerator == "kvm" else None
-        given = [fd for fd in (parts.root, parts.template, parts.memory, parts.kernel, parts.ramdisk) if fd is not None]
+        wanted = (parts.root, parts.template, parts.packages, parts.memory, parts.kernel, parts.ramdisk)
+        given = [fd for fd in wanted if fd is not None]
         with ExitStack() as theirs:
             agent, its_agent = socket.socketpair()
             monitor, its_monitor = socket.socketpair()
