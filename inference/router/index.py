@@ -162,7 +162,8 @@ class PrefixIndex:
 
     def _take(self, slot: int, bit: int) -> None:
         self._held[slot] = self._one(self._held[slot] & ~bit)
-        if self._reach[self._keys[slot]].holders & bit:
+        goes = not self._held[slot] and self._child[slot] == _NONE
+        if not goes and self._reach[self._keys[slot]].holders & bit:
             self._change_reach(slot, bit, False)
         while slot != _NONE and not self._held[slot] and self._child[slot] == _NONE:
             slot = self._delete(slot)
