@@ -12,6 +12,7 @@ Two prefixes of equal hash cost a wrong route, never a wrong token: engines comp
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
@@ -22,7 +23,9 @@ import numpy.typing as npt
 from inference.errors import RouterError
 
 Tokens = Sequence[int] | npt.NDArray[np.integer]
-_FOLD = np.uint64(32)
+_TOKEN, _PAIR = np.dtype("<i4"), np.dtype("<u8")
+_FOLD = np.array(32, np.uint64)
+"""An array: numpy converts a scalar at each use."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,7 @@ class Namespace:
         return hash64("\0".join(f"{len(part)}:{part}" for part in astuple(self)))
 
 
+@functools.lru_cache(4096)
 def hash64(text: str) -> int:
     """64-bit hash of a text, the same in every process."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
@@ -57,7 +61,7 @@ class Fingerprinter:
             raise RouterError(f"block_tokens={block_tokens}: must be at least 1, the block size of the engines")
         self.block_tokens = block_tokens
         odd = _odd(f"tokens {key}", 1 + (block_tokens + 1) // 2)
-        self._shift, self._pairs = odd[0], odd[1:]
+        self._shift, self._pairs = odd[:1].reshape(()), odd[1:]
         self._seed = f"blocks {key}"
         self._blocks = _odd(self._seed, 4096)
 
@@ -68,28 +72,36 @@ class Fingerprinter:
         RouterError for what is no token id.
         """
         count = len(tokens) // self.block_tokens
+        hashes = np.empty(count + 1, np.uint64)
+        hashes[0] = parent
+        self.extend(hashes, _int32(tokens[: count * self.block_tokens]), depth)
+        return hashes[1:]
+
+    def extend(self, hashes: npt.NDArray[np.uint64], tokens: npt.NDArray[np.int32], depth: int) -> None:
+        """Fill in hashes[1:], the hashes of prefixes. See `prefixes`.
+
+        hashes[0]: of the prefix before `tokens`, of `depth` blocks. tokens: of whole blocks, contiguous.
+        """
+        count = len(hashes) - 1
         while len(self._blocks) < depth + count:
             self._blocks = _odd(self._seed, 2 * len(self._blocks))
-        whole = np.ascontiguousarray(_int32(tokens[: count * self.block_tokens]))
         if self.block_tokens % 2:
-            whole = np.pad(whole.reshape(count, self.block_tokens), ((0, 0), (0, 1)))
-        pairs = whole.reshape(count, 2 * len(self._pairs)).view("<u8")
-        blocks: npt.NDArray[np.uint64] = self._pairs @ pairs.T
-        blocks += self._shift
-        blocks ^= blocks >> _FOLD
-        blocks *= self._blocks[depth : depth + count]
-        blocks[:1] += np.uint64(parent)
-        np.cumsum(blocks, out=blocks)
-        return blocks
+            tokens = np.pad(tokens.reshape(count, self.block_tokens), ((0, 0), (0, 1)))
+        sums = self._pairs.dot(tokens.view(_PAIR).reshape(count, len(self._pairs)).T)
+        sums += self._shift
+        sums ^= sums >> _FOLD
+        np.multiply(sums, self._blocks[depth : depth + count], out=hashes[1:])
+        np.add.accumulate(hashes, out=hashes)
 
 
 class Chain:
     """Hashes of a growing prompt; tokens that are new alone are hashed."""
 
     def __init__(self, hasher: Fingerprinter, namespace: int) -> None:
-        self._hasher, self._parent = hasher, namespace
-        """Hash of the whole blocks so far."""
+        self._hasher = hasher
         self._buffer = np.empty(64, np.uint64)
+        """The namespace, hashes of the prefixes, and room."""
+        self._buffer[0] = namespace
         self._blocks = 0
         self._recent = b""
         """The last whole block and the tokens after it, int32."""
@@ -99,7 +111,7 @@ class Chain:
     @property
     def hashes(self) -> npt.NDArray[np.uint64]:
         """[tokens // block_tokens] as Fingerprinter.prefixes; valid until the prompt grows."""
-        return self._buffer[: self._blocks]
+        return self._buffer[1 : self._blocks + 1]
 
     def follow(self, prompt: Tokens) -> bool:
         """Take in the rest of `prompt`, if it continues this one; else return False.
@@ -108,26 +120,25 @@ class Chain:
         """
         size, blocks = self._hasher.block_tokens, self._blocks
         start = max(0, blocks - 1) * size
-        tail = _int32(prompt[start:])
-        if len(prompt) < self.tokens or tail[: self.tokens - start].tobytes() != self._recent:
+        tail, length = _int32(prompt[start:]), len(prompt)
+        if length < self.tokens or tail[: self.tokens - start].tobytes() != self._recent:
             return False
-        if len(prompt) >= (blocks + 1) * size:
-            made = self._hasher.prefixes(tail[blocks * size - start :], self._parent, blocks)
-            end = blocks + len(made)
-            if end > len(self._buffer):
-                self._buffer = np.concatenate((self._buffer[:blocks], made, np.empty(end, np.uint64)))
-            else:
-                self._buffer[blocks:end] = made
-            self._blocks, self._parent = end, made.item(len(made) - 1)
+        end = length // size
+        if end > blocks:
+            if end >= len(self._buffer):
+                self._buffer = np.concatenate((self._buffer[: blocks + 1], np.empty(2 * end, np.uint64)))
+            new = tail[blocks * size - start : end * size - start]
+            self._hasher.extend(self._buffer[blocks : end + 1], new, blocks)
+            self._blocks = end
             tail = tail[(end - 1) * size - start :]
-        self._recent, self.tokens = tail.tobytes(), len(prompt)
+        self._recent, self.tokens = tail.tobytes(), length
         return True
 
 
 def _int32(tokens: Tokens) -> npt.NDArray[np.int32]:
-    """Token ids as little-endian int32. Raises RouterError for what is no token id."""
+    """Token ids as little-endian int32, contiguous. Raises RouterError for what is no token id."""
     try:
-        return np.asarray(tokens, "<i4")
+        return np.ascontiguousarray(tokens, _TOKEN)
     except (OverflowError, ValueError, TypeError) as error:
         raise RouterError(
             f"the prompt has an entry that is not a token id ({error}): send integers in [0, 2**31)"

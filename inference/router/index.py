@@ -2,7 +2,8 @@
 
 A holder is a small integer, a set of holders an int with their bits. A block may be held without being reachable: an
 engine can drop a block and keep the following ones, which no prompt finds until the dropped one is back. So sets of
-reachable holders only shrink along a chain, and the depths of all holders are found by bisecting where they change.
+reachable holders only shrink along a chain: one bisection finds where the last of them ends, and runs, the consecutive
+blocks that the same holders reach, lead from there to the depths of the others.
 """
 
 from __future__ import annotations
@@ -22,6 +23,18 @@ _SETS = 1 << 16
 _NONE = -1
 
 
+class _Run:
+    """Consecutive blocks of a chain that the same holders reach. Runs that follow each other may have equal ones."""
+
+    __slots__ = ("above", "holders", "last", "start")
+
+    def __init__(self, holders: int, start: int, above: _Run | None) -> None:
+        """start: blocks before the first one. above: run of the last of these."""
+        self.holders, self.start, self.above = holders, start, above
+        self.last = _NONE
+        """Slot of the last block."""
+
+
 class PrefixIndex:
     """At most `capacity` blocks; beyond them those that were used least recently go, from the ends of chains."""
 
@@ -33,8 +46,8 @@ class PrefixIndex:
         self._keys: list[int] = []
         self._held: list[int] = []
         """Of each slot: the holders that have this block."""
-        self._reach: dict[int, int] = {}
-        """Hash -> the holders that have all blocks up to this one. Not a column: a lookup touches less memory."""
+        self._reach: dict[int, _Run] = {}
+        """Hash -> run of the block: who has all blocks up to it. Not a column: a lookup touches less memory."""
         self._parent, self._child, self._next, self._previous = array("i"), array("i"), array("i"), array("i")
         self._depth = array("i")
         """Blocks of the prefix."""
@@ -55,37 +68,26 @@ class PrefixIndex:
         """Whether the prefix is known."""
         return key in self._slots
 
-    def depths(self, hashes: npt.NDArray[np.uint64], hints: Sequence[int] = ()) -> list[tuple[int, int]]:
-        """(depth, holders) for each depth at which the prefix of some holders ends, in blocks, ascending.
+    def depths(self, hashes: npt.NDArray[np.uint64], hint: int = 0) -> list[tuple[int, int]]:
+        """(depth, holders) for each depth at which the prefix of some holders ends, in blocks, descending.
 
-        hashes: of the prefixes of a prompt. hints: depths that were found for a shorter one, ascending; they save
-        lookups. Holders of nothing are left out.
+        hashes: of the prefixes of a prompt. hint: a guess of the largest depth, which saves lookups if it is right.
+        Holders of nothing are left out.
         """
-        if not len(hashes):
-            return []
         reach, key = self._reach.get, hashes.item
-        mask, low, found = reach(key(0), 0), 0, []
-        ends, guesses = [(len(hashes), 0)], iter(hints)
-        guess = 0
-        while mask:
-            high, beyond = ends.pop()
-            if beyond == mask:
-                low = high
-                continue
-            while guess <= low:
-                guess = next(guesses, len(hashes) + 1)
-            while high - low > 1:
-                middle = guess if guess < high else guess - 1 if low < guess - 1 < high else low + high >> 1
-                here = reach(key(middle), 0)
-                if here == mask:
-                    low = middle
-                    while guess <= low:
-                        guess = next(guesses, len(hashes) + 1)
-                else:
-                    ends.append((high, beyond))
-                    high, beyond = middle, here
-            found.append((high, mask & ~beyond))
-            low, mask = high, beyond
+        low, high, run = 0, len(hashes) + 1, None
+        while high - low > 1:
+            middle = hint if low < hint < high else low + 1 if 0 < low == hint else low + high >> 1
+            here = reach(key(middle - 1))
+            if here is None or not here.holders:
+                high = middle
+            else:
+                low, run = middle, here
+        found, beyond = [], 0
+        while run is not None:
+            if run.holders != beyond:
+                found.append((low, run.holders ^ beyond))
+            beyond, low, run = run.holders, min(run.start, low), run.above  # the lesser: equal hashes can be made
         return found
 
     def depth(self, key: int) -> int:
@@ -95,7 +97,7 @@ class PrefixIndex:
 
     def reaches(self, key: int, holder: int) -> bool:
         """Whether a holder has all of a prefix."""
-        return bool(self._reach.get(key, 0) >> holder & 1)
+        return key in self._reach and bool(self._reach[key].holders >> holder & 1)
 
     def touch(self, key: int) -> None:
         """Note a use of the prefix, if it is known."""
@@ -115,25 +117,26 @@ class PrefixIndex:
         lacking = len(self._slots) + len(keys) - self._capacity
         if lacking > 0:
             self._evict(max(lacking, self._capacity // _EVICTED))
-        above, bit = _NONE, self._one(1 << holder)
+        above, run, bit = _NONE, None, self._one(1 << holder)
         if parent is not None:
             above = self._slots.get(parent, _NONE)
             if above == _NONE:
                 return 0
-        reach = self._reach
-        reaches = above == _NONE or reach[parent] & bit  # type: ignore[index]
+            run = self._reach[parent]
         self._now += 1
         for key in keys:
             slot = self._slots.get(key, _NONE)
+            reaches = bit if run is None else run.holders & bit
             if slot == _NONE:
                 slot = self._add(key, above)
-                self._held[slot], reach[key] = bit, bit if reaches else 0
+                self._held[slot] = bit
+                self._join(slot, reaches, run)
             elif not self._held[slot] & bit:
                 self._held[slot] = self._one(self._held[slot] | bit)
                 if reaches:
-                    self._set_reach(slot, bit)
+                    self._change_reach(slot, bit, True)
             self._used[slot] = self._now
-            above, reaches = slot, reach[key] & bit
+            above, run = slot, self._reach[key]
         return len(keys)
 
     def remove(self, keys: Sequence[int], holder: int) -> None:
@@ -159,33 +162,41 @@ class PrefixIndex:
 
     def _take(self, slot: int, bit: int) -> None:
         self._held[slot] = self._one(self._held[slot] & ~bit)
-        if self._reach[self._keys[slot]] & bit:
-            self._clear_reach(slot, bit)
+        goes = not self._held[slot] and self._child[slot] == _NONE
+        if not goes and self._reach[self._keys[slot]].holders & bit:
+            self._change_reach(slot, bit, False)
         while slot != _NONE and not self._held[slot] and self._child[slot] == _NONE:
             slot = self._delete(slot)
 
-    def _set_reach(self, slot: int, bit: int) -> None:
-        """Make a block reachable for a holder, and what it has beyond."""
-        stack = [slot]
+    def _change_reach(self, slot: int, bit: int, reaches: bool) -> None:
+        """Make a block reachable for a holder, or unreachable, and what it has beyond."""
+        above = self._parent[slot]
+        stack = [(slot, None if above == _NONE else self._reach[self._keys[above]])]
         while stack:
-            slot = stack.pop()
-            self._reach[self._keys[slot]] = self._one(self._reach[self._keys[slot]] | bit)
+            slot, run = stack.pop()
+            before, above = self._reach[self._keys[slot]], self._parent[slot]
+            if reaches:
+                before.start = self._depth[slot]  # the block was its first one
+            elif above != _NONE and self._depth[above] < self._depth[before.last]:
+                before.last = above
+            run = self._join(slot, before.holders | bit if reaches else before.holders & ~bit, run)
             child = self._child[slot]
             while child != _NONE:
                 if self._held[child] & bit:
-                    stack.append(child)
+                    stack.append((child, run))
+                else:
+                    self._reach[self._keys[child]].above = run
                 child = self._next[child]
 
-    def _clear_reach(self, slot: int, bit: int) -> None:
-        stack = [slot]
-        while stack:
-            slot = stack.pop()
-            self._reach[self._keys[slot]] = self._one(self._reach[self._keys[slot]] & ~bit)
-            child = self._child[slot]
-            while child != _NONE:
-                if self._reach[self._keys[child]] & bit:
-                    stack.append(child)
-                child = self._next[child]
+    def _join(self, slot: int, holders: int, above: _Run | None) -> _Run:
+        """Put a block into the run `above` of its parent, if the same holders reach both and no sibling is in it, else
+        into one of its own.
+        """
+        if above is None or above.holders != holders or above.last != self._parent[slot]:
+            above = _Run(holders, self._depth[slot] - 1, above)
+        above.last = slot
+        self._reach[self._keys[slot]] = above
+        return above
 
     def _one(self, holders: int) -> int:
         """The one object for this set."""
@@ -225,7 +236,8 @@ class PrefixIndex:
             self._child[above] = after
         if above != _NONE:
             self._used[above] = max(self._used[above], self._used[slot])
-        del self._slots[self._keys[slot]], self._reach[self._keys[slot]]
+        del self._slots[self._keys[slot]]
+        self._reach.pop(self._keys[slot]).last = above
         self._keys[slot] = self._held[slot] = self._used[slot] = 0
         self._free.append(slot)
         return above

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field
 
 from inference.errors import RouterError
-from inference.router.choice import cached_tokens, choose
+from inference.router.choice import cached_levels, choose
 from inference.router.fingerprint import Fingerprinter, Namespace, Tokens, hash64
 from inference.router.index import PrefixIndex
 from inference.router.residency import Batch, Replay, Residency
@@ -203,26 +203,25 @@ class Router:
         """
         if not self._places:
             raise RouterError("the router has no replica that serves: add one, or wait for one")
-        columns, found, stay = self._columns, None, -1
-        hints: Sequence[int] = ()
+        columns, found, stay, known = self._columns, None, -1, 0
         if session is None:
             hashes = self._hasher.prefixes(prompt, self._namespace)
         else:
-            found = self._session(session, prompt)
-            hashes, stay, hints = found.chain.hashes, found.place, found.depths
+            found, forgotten = self.sessions.find(session, prompt, self._namespace)
+            for each in forgotten:
+                self._move(each, -1, 0)
+            hashes, stay, known = found.chain.hashes, found.place, found.known
+            found.known = len(hashes)
         output = max_tokens if self._length is None else min(max_tokens, int(self._length))
-        depths = self.index.depths(hashes, hints)
-        if found is not None:
-            found.depths = [*(depth for depth, _ in depths), len(hashes)]
-        cached, uniform = cached_tokens(depths, columns, self.config.block_tokens)
+        depths = self.index.depths(hashes, known)
+        levels = cached_levels(depths, columns.even, self.config.block_tokens)
         if group is not None:
             meeting = hash64(group)
         else:
             meeting = hashes.item(len(hashes) - 1) if len(hashes) else hash64(str(list(prompt)))
-        place, cost = choose(columns, len(prompt), output, cached, uniform, meeting, stay)
+        place, cost, had = choose(columns, len(prompt), output, levels, meeting, stay)
         name = self._names[place]
         assert name is not None, "free places are never chosen"
-        had = int(cached.item(place))
         return Decision(name, len(prompt), output, had, cost, place, hashes, depths, found)
 
     def begin(self, decision: Decision) -> None:
@@ -261,19 +260,13 @@ class Router:
             rates, slowness = self._columns.rates, self._slowness[decision.replica]
             slowness.learn(rates.expected(computed + decision.ahead, sampled), seconds)
             rates.learn(computed + decision.ahead, sampled, seconds)
-            self._columns.slowness[place] = slowness.value
+            self._columns.pace(place, slowness.value)
 
     def end(self, session: str) -> None:
         """A session comes back no more. Unknown ones are ignored."""
         found = self.sessions.end(session)
         if found is not None:
             self._move(found, -1, 0)
-
-    def _session(self, name: str, prompt: Tokens) -> Session:
-        found, forgotten = self.sessions.find(name, prompt, self._namespace)
-        for each in forgotten:
-            self._move(each, -1, 0)
-        return found
 
     def _move(self, session: Session, place: int, resident: int) -> None:
         """The state of a session is now at `place`, or nowhere (-1)."""

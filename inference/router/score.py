@@ -9,7 +9,7 @@ from its own how much slower than those a replica is.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,7 @@ _NOISE = 0.2
 """Slowness of a replica, beyond that of the others, that is taken for chance: it would move sessions for nothing."""
 
 Column = npt.NDArray[np.float64]
+T = TypeVar("T", float, Column)
 
 
 class InFlight(NamedTuple):
@@ -103,6 +104,8 @@ class Columns:
         """Tokens in flight everywhere."""
         self.all_requests = 0.0
         """Requests in flight everywhere."""
+        self.fastest = 1.0
+        """Least slowness of a place."""
         self.even = 0
         """Set of the first holders of all places."""
         self.count = 0
@@ -117,7 +120,8 @@ class Columns:
                 setattr(self, column, np.append(getattr(self, column), 0.0))
             self.names = np.append(self.names, np.uint64(0))
         self.even = ((1 << 2 * len(self.tokens)) - 1) // 3
-        self.names[place], self.room[place], self.slowness[place] = name, room, slowness
+        self.names[place], self.room[place] = name, room
+        self.pace(place, slowness)
         self.requests[place] = self.tokens[place] = self.computing[place] = self.resident[place] = 0.0
         self.count += 1
         self.finite = self.finite or room != np.inf
@@ -137,14 +141,30 @@ class Columns:
         self.total += more.tokens
         self.all_requests += more.requests
 
+    def pace(self, place: int, slowness: float) -> None:
+        """A replica is known to be so slow."""
+        self.slowness[place] = slowness
+        self.fastest = self.slowness.min().item()
+
     def costs(self, prompt: int, output: int, cached: Column) -> Column:
         """[places] seconds, for a prompt of which each replica has `cached` tokens."""
-        compute = self.computing - OWN * cached
-        compute += OWN * prompt
+        waits = self.computing
         if self.finite:
             over = self.resident - cached + (prompt + output) - self.room
-            compute += np.clip(over, 0.0, self.resident)
-        compute *= self.rates.prefill_s
-        compute += self.rates.decode_s * output
-        compute *= self.slowness
-        return compute
+            waits = waits + np.clip(over, 0.0, self.resident)
+        return self._seconds(self.slowness, waits, prompt - cached, output)
+
+    def cost(self, place: int, prompt: int, output: int, cached: int) -> float:
+        """The same of one replica."""
+        waits = self.computing.item(place)
+        if self.finite:
+            resident = self.resident.item(place)
+            waits += min(max(resident - cached + (prompt + output) - self.room.item(place), 0.0), resident)
+        return self._seconds(self.slowness.item(place), waits, prompt - cached, output)
+
+    def least(self, prompt: int, output: int, cached: int) -> float:
+        """Seconds below which the cost of no replica is that has `cached` tokens at most."""
+        return self._seconds(self.fastest, 0.0, prompt - cached, output)
+
+    def _seconds(self, slowness: T, waits: T, computed: T, output: int) -> T:
+        return slowness * ((OWN * computed + waits) * self.rates.prefill_s + self.rates.decode_s * output)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from inference.router.fingerprint import Chain, Fingerprinter, Tokens
@@ -17,8 +16,8 @@ class Session:
     chain: Chain
     place: int = -1
     """Of the replica of its last turn; -1: none."""
-    depths: Sequence[int] = ()
-    """Of its last prompt in the index, in blocks, ascending, and the blocks of that prompt, which are cached since."""
+    known: int = 0
+    """Blocks of its last prompt, which are cached since."""
     resident: int = 0
     """Its tokens that count as resident there."""
 
@@ -38,10 +37,11 @@ class Sessions:
         session = self._open.get(name)
         if session is None:
             session = self._open[name] = Session(namespace, Chain(self._hasher, namespace))
+        else:
+            self._open.move_to_end(name)
         if session.namespace != namespace or not session.chain.follow(prompt):
             session.namespace, session.chain = namespace, Chain(self._hasher, namespace)
             session.chain.follow(prompt)
-        self._open.move_to_end(name)
         forgotten = []
         while len(self._open) > self._most:
             forgotten.append(self._open.popitem(last=False)[1])

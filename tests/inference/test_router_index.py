@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from inference.errors import RouterError
 from inference.router.fingerprint import Chain, Fingerprinter, Namespace
-from inference.router.index import PrefixIndex
+from inference.router.index import PrefixIndex, _Run
 from tests.inference.reference_router import ReferenceCaches
 
 SIZE = 2
@@ -82,9 +83,9 @@ CHANGE = st.tuples(st.sampled_from(["store", "remove"]), st.integers(0, 1), PROM
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.lists(CHANGE, max_size=20), st.lists(PROMPT, max_size=3), st.sets(st.integers(0, 8)).map(sorted))
+@given(st.lists(CHANGE, max_size=20), st.lists(PROMPT, max_size=3), st.integers(0, 9))
 def test_depths_are_those_of_the_reference(
-    changes: list[tuple[str, int, list[int], int]], prompts: list[list[int]], hints: list[int]
+    changes: list[tuple[str, int, list[int], int]], prompts: list[list[int]], hint: int
 ) -> None:
     index, reference = PrefixIndex(1000), ReferenceCaches(SIZE)
     for what, holder, tokens, start in changes:
@@ -104,10 +105,35 @@ def test_depths_are_those_of_the_reference(
         for prompt in prompts:
             found = index.depths(HASHER.prefixes(prompt, ROOT))
             assert as_dict(found) == reference.depths(prompt) and all(mask for _, mask in found)
-            assert found == index.depths(HASHER.prefixes(prompt, ROOT), hints)
+            assert found == index.depths(HASHER.prefixes(prompt, ROOT), hint)
     for holder in range(4):
         index.remove([key for held in reference.held.get(holder, ()) for key in keys(list(held))[-1:]], holder)
     assert len(index) == 0 and sum(index._held) == 0
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(CHANGE, max_size=30), st.sampled_from([6, 1000]))
+def test_runs_are_chains_of_blocks_that_the_same_holders_reach(
+    changes: list[tuple[str, int, list[int], int]], capacity: int
+) -> None:
+    index = PrefixIndex(capacity)
+    for what, holder, tokens, start in changes:
+        chain = keys(tokens)
+        if what == "remove":
+            index.remove(chain[start:], holder)
+        else:
+            index.store(chain[start:], holder, chain[start - 1] if 0 < start < len(chain) else None)
+    blocks = defaultdict[_Run, list[int]](list)
+    for key, slot in index._slots.items():
+        run, parent = index._reach[key], index._parent[slot]
+        above = None if parent == -1 else index._reach[index._keys[parent]]
+        assert run.holders == index._held[slot] & (-1 if above is None else above.holders)
+        assert above is (run.above if index._depth[slot] == run.start + 1 else run)
+        blocks[run].append(slot)
+    for run, slots in blocks.items():
+        depths = {index._depth[slot]: slot for slot in slots}
+        assert sorted(depths) == list(range(run.start + 1, run.start + 1 + len(slots)))
+        assert depths[max(depths)] == run.last
 
 
 @settings(deadline=None)
@@ -169,3 +195,10 @@ def test_masks_hold_more_holders_than_a_word() -> None:
     for holder, depth in depths.items():
         index.store(chain[:depth], holder)
     assert as_dict(index.depths(HASHER.prefixes([1] * 40, ROOT))) == depths
+
+
+def test_prompts_of_equal_hash_have_no_depth_beyond_their_end() -> None:
+    index = PrefixIndex(10)
+    index.store([11, 12, 13], 0)
+    index.store([11, 12], 1)
+    assert index.depths(np.array([13], np.uint64)) == [(1, 1), (1, 2)]
