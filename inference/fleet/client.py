@@ -27,7 +27,7 @@ def read_key(path: Path | None = None) -> str | None:
     if named is None:
         return None
     try:
-        lines = named.read_text().split()
+        lines = [line.strip() for line in named.read_text().splitlines() if line.strip()]
     except OSError as error:
         raise ConfigError(f"key file {named} can't be read ({error.strerror}): check its path and rights") from None
     if not lines:

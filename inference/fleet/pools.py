@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from inference.router import Decision, Namespace, Router, RouterConfig
+from inference.router.choice import BOUND
 from inference.router.fingerprint import Tokens
 from inference.router.shared import SharedRouter
 from inference.router.subscriber import Subscriptions
@@ -96,21 +97,27 @@ class Pools:
         self._of = {url: self._pools[version] for url, version in versions.items()}
 
     def choose(self, wanted: Wanted, closed: Collection[str], versions: Collection[str] | None) -> Decision | None:
-        """The best replica, or None without one, by cost over all pools; its router is to begin it.
+        """The best replica, or None without one; its router is to begin it. Of several pools the least cost wins, and
+        no pool gets a prompt that it has not cached if its replicas have more than BOUND times the mean load.
 
         closed: replicas that may not be chosen. versions: those that will do; None: all.
         """
-        best: Decision | None = None
+        found: list[tuple[Decision, float, int]] = []
         for pool in self._pools.values():
             router = pool.router
-            if (versions is not None and pool.version not in versions) or not set(router.replicas) - set(closed):
+            open_ = set(router.replicas) - set(closed)
+            if (versions is not None and pool.version not in versions) or not open_:
                 continue
             with router.hidden(closed):
-                found = router.choose(
+                decision = router.choose(
                     wanted.prompt, max_tokens=wanted.max_tokens, session=wanted.session, group=wanted.group
                 )
-            best = found if best is None or found.cost_s < best.cost_s else best
-        return best
+            found.append((decision, sum(router.flying().values()) if len(self._pools) > 1 else 0.0, len(open_)))
+        if not found:
+            return None
+        mean = sum(tokens for _, tokens, _ in found) / sum(count for *_, count in found)
+        even = [each for each in found if each[0].cached or each[1] / each[2] <= BOUND * mean] or found
+        return min(even, key=lambda each: (each[0].cost_s, each[1] / each[2]))[0]
 
     def of(self, url: str) -> Pool | None:
         """Pool of a replica; None: it is in none."""

@@ -136,5 +136,5 @@ class SharedRegistry:
 
 def _left(content: dict[str, Any], now: float) -> Drain:
     """A drain with the seconds that are left."""
-    began = content.pop("began")
-    return Drain.model_validate({**content, "sessions_s": max(0.0, content["sessions_s"] - now + began)})
+    left = max(0.0, content["sessions_s"] - now + content["began"])
+    return Drain(token=content["token"], sessions_s=left, hold_s=content["hold_s"])
