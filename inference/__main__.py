@@ -160,6 +160,9 @@ def route(
     webhook: Annotated[
         str | None, typer.Option(help="URL that is told as JSON of each join, leave, fault, ejection and drain.")
     ] = None,
+    scaler: Annotated[
+        str | None, typer.Option(help="host:port of KEDA's external scaler: tokens in flight, and the queue.")
+    ] = None,
     timeout: Annotated[float, typer.Option(min=1, help="Longest silence of a server in a reply, in seconds.")] = 600.0,
     drain: Annotated[
         float | None,
@@ -173,7 +176,7 @@ def route(
 
     drain_s = default_drain_s() if drain is None else drain
     addresses = ",".join(replica or ())
-    options = (block_tokens, events_port, metrics, redis, fleet, timeout, drain_s, fleet_key_file, webhook)
+    options = (block_tokens, events_port, metrics, redis, fleet, timeout, drain_s, fleet_key_file, webhook, scaler)
     run(Routing(addresses, listen, *options))
 
 

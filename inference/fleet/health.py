@@ -44,15 +44,15 @@ class Health:
 
     def failed(self, fault: str, *, away: bool, request: bool) -> bool:
         """A probe or a request failed. away: nobody accepted the connection. Returns whether that is news."""
-        was = self.fault
-        if was is None:
+        news = self.fault is None or (away and not self.away)
+        if self.fault is None:
             self.since = self.clock()
         if request:
             self._failures += 1
             self._due = self.clock() + backoff_s(self._failures, PAUSE_S, LONGEST_S)
         self.fault = fault
         self.away = self.away or away
-        return was is None
+        return news
 
 
 def ejected(present: Iterable[tuple[str, Health]]) -> set[str]:

@@ -23,9 +23,9 @@ LEASE_S = 15.0
 def check_url(value: str) -> str:
     """The URL of one replica, as the fleet names it. Raises ValueError."""
     try:
-        found = parse_addresses(value, "url")
-    except ConfigError as error:
-        raise ValueError(str(error)) from None
+        found = parse_addresses(value)
+    except ConfigError:
+        found = []
     if len(found) != 1 or found[0].is_name or not found[0].scheme or found[0].path:
         raise ValueError(f"{value!r} is not the URL of one replica: write http://host:port")
     return found[0].url

@@ -77,6 +77,33 @@ async def roll(client: FleetClient, version: str, load: Load, rollout: Rollout, 
         )
 
 
+class _Hold:
+    """A drain that lapses unless it is renewed."""
+
+    def __init__(self, client: FleetClient, url: str) -> None:
+        self._client, self._url = client, url
+        self._until = 0.0
+        self._token = ""
+
+    def left(self) -> float:
+        """Seconds for which sessions may still stay."""
+        return max(0.0, self._until - time.monotonic())
+
+    async def begin(self, sessions_s: float) -> None:
+        """Drain, or drain anew: routers tell which of the two they have seen."""
+        self._until = time.monotonic() + sessions_s
+        self._token = _row(await self._client.drain(self._url, sessions_s, hold_s=HOLD_S), self._url)["drain"]
+
+    async def renewed(self) -> None:
+        """Renew until cancelled."""
+        while True:
+            await asyncio.sleep(HOLD_S / 3)
+            try:
+                await self._client.drain(self._url, self.left(), hold_s=HOLD_S, token=self._token)
+            except FleetError as error:
+                _log.warning("%s; trying again before the drain lapses", error)
+
+
 class _Roll:
     def __init__(
         self, client: FleetClient, version: str, load: Load, rollout: Rollout, say: Callable[[str], None]
@@ -106,41 +133,36 @@ class _Roll:
             row = _row(state, url)
             others = [each for each in state["replicas"] if each["version"] == row["version"] and each["url"] != url]
             last = bool(row["version"]) and not any(each["state"] == "serving" for each in others)
-            until = time.monotonic() + (self._rollout.sessions_s if last else 0.0)
-            state = await self._client.drain(url, max(0.0, until - time.monotonic()), hold_s=HOLD_S)
-        token = _row(state, url)["drain"]
-        holding = asyncio.create_task(self._hold(url, token, until))
+            hold = _Hold(self._client, url)
+            await hold.begin(self._rollout.sessions_s if last else 0.0)
+        holding = asyncio.create_task(hold.renewed())
         try:
             self._say(f"{url} drains" + (f": the last one of {row['version'][:12]}" if last else ""))
-            await self._idle(url, row["version"], until)
+            if last:
+                await self._unpinned(row["version"], hold)
+                await hold.begin(0.0)
+            await self._idle(url)
             yield
         finally:
             holding.cancel()
             await asyncio.gather(holding, return_exceptions=True)
             await self._client.undrain(url)
 
-    async def _hold(self, url: str, token: str, until: float) -> None:
-        while True:
-            await asyncio.sleep(HOLD_S / 3)
-            try:
-                await self._client.drain(url, max(0.0, until - time.monotonic()), hold_s=HOLD_S, token=token)
-            except FleetError as error:
-                _log.warning("%s; trying again before the drain lapses", error)
+    async def _unpinned(self, version: str, hold: _Hold) -> None:
+        """Wait until no open session is pinned to a version, or the sessions' time is over."""
+        while hold.left() and (await self._client.state())["pinned"].get(version):
+            await asyncio.sleep(POLL_S)
 
-    async def _idle(self, url: str, version: str, until: float) -> None:
-        """Wait until all routers know of the drain and no request is in flight, nor a pinned session open."""
-        requests_until = None
+    async def _idle(self, url: str) -> None:
+        """Wait until all routers know of the drain and no request is in flight."""
+        until = time.monotonic() + self._rollout.requests_s
         while True:
-            state = await self._client.state()
-            row = _row(state, url)
-            now = time.monotonic()
-            if now >= until or not state["pinned"].get(version):
-                requests_until = requests_until or now + self._rollout.requests_s
-                if row["drain_seen"] and not row["requests"]:
-                    return
-                if now > requests_until:
-                    self._say(f"{url}: {row['requests']} requests are still in flight, and are lost to their sessions")
-                    return
+            row = _row(await self._client.state(), url)
+            if row["drain_seen"] and not row["requests"]:
+                return
+            if time.monotonic() > until:
+                self._say(f"{url}: {row['requests']} requests are still in flight, and may be refused or aborted")
+                return
             await asyncio.sleep(POLL_S)
 
     async def _until(self, url: str, reached: Callable[[Row], bool]) -> None:

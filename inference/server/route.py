@@ -86,6 +86,8 @@ class Routing:
     """File with the keys that joining, draining and updating ask for. None: this machine may do it without."""
     webhook: str | None = None
     """URL that is told of each change of the fleet."""
+    scaler: str | None = None
+    """host:port of KEDA's external scaler. None: it is not served."""
 
 
 class RouterFace:
@@ -374,6 +376,10 @@ async def _run(routing: Routing) -> None:
                 await stack.enter_async_context(beside(server, work))
             if face.webhook is not None:
                 await stack.enter_async_context(beside(server, face.webhook.run()))
+            if routing.scaler is not None:
+                from inference.fleet.scaler import serve_scaler  # imports grpc
+
+                await stack.enter_async_context(beside(server, serve_scaler(face.fleet, routing.scaler)))
             await server.run_until_told()
     finally:
         await face.close()

@@ -27,6 +27,7 @@ from inference.fleet.fleet import Fleet
 from inference.fleet.health import Health, ejected
 from inference.fleet.pools import Pools, Wanted
 from inference.fleet.registry import Drain, Joined, LocalRegistry
+from inference.router import Namespace, Router
 from tests.vllm.fleet_servers import free_port, until
 
 pytestmark = pytest.mark.anyio
@@ -111,6 +112,31 @@ def test_at_most_half_is_ejected_and_never_the_last(states: list[tuple[bool, flo
     faulty = {name for name, health in healths.items() if health.fault is not None}
     assert len(out) == min(len(faulty), len(states) // 2) and out <= faulty
     assert all(healths[name].since <= healths[left].since for name in out for left in faulty - out)
+
+
+@given(st.data())
+def test_hidden_replicas_are_not_chosen_and_are_as_before_afterwards(data: st.DataObject) -> None:
+    """Beside a router that never had them hidden."""
+    names = "abcde"
+    one, two = Router(Namespace("")), Router(Namespace(""))
+    flying = []
+    for name in names:
+        one.add(name)
+        two.add(name)
+    for _ in range(data.draw(st.integers(1, 30))):
+        prompt = np.full(data.draw(st.integers(1, 100)), data.draw(st.integers(0, 5)), np.int32)
+        hidden = data.draw(st.sets(st.sampled_from(names), max_size=4))
+        with one.hidden(hidden):
+            assert one.choose(prompt, max_tokens=9).replica not in hidden
+        decisions = [router.choose(prompt, max_tokens=9) for router in (one, two)]
+        assert decisions[0].replica == decisions[1].replica and decisions[0].cost_s == decisions[1].cost_s
+        for router, decision in zip((one, two), decisions, strict=True):
+            router.begin(decision)
+        flying.append(decisions)
+        if data.draw(st.booleans()):
+            for router, decision in zip((one, two), flying.pop(0), strict=True):
+                router.finish(decision)
+        assert one.flying() == two.flying()
 
 
 async def test_half_of_the_faulty_ones_is_ejected_and_the_others_are_still_asked() -> None:

@@ -70,7 +70,7 @@ def list_replicas(router: Router = ROUTER, as_json: AsJson = False) -> None:
     for version, sessions in state["pinned"].items():
         console().print(f"{sessions} open sessions are pinned to {version[:12]}.")
     if state["registry"] != "well":
-        console().print("The router can't reach its registry: leases and drains are as they were before.")
+        console().print("The router can't reach Redis: leases and drains are as they were before.")
 
 
 @app.command()
