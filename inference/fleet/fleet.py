@@ -12,7 +12,7 @@ import math
 import time
 import uuid
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -130,14 +130,14 @@ class Fleet:
         await self.check()
 
     async def watch(self) -> None:
-        """Follow registry and replicas until cancelled."""
-        checked = self._clock()
-        while True:
-            await asyncio.sleep(SYNC_S)
-            await self.sync()
-            if self._clock() - checked >= WATCH_S:
-                await self.check()
-                checked = self._clock()
+        """Follow registry and replicas until cancelled; a replica that hangs does not delay the registry."""
+
+        async def repeat(look: Callable[[], Awaitable[None]], pause_s: float) -> None:
+            while True:
+                await asyncio.sleep(pause_s)
+                await look()
+
+        await asyncio.gather(repeat(self.sync, SYNC_S), repeat(self.check, WATCH_S))
 
     async def close(self) -> None:
         """Disconnect."""

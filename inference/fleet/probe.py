@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
 
 CHECK_S = 10.0
-"""Timeout of each request of a probe, in seconds."""
+"""Timeout of a probe, in seconds."""
+_TIMEOUT = httpx.Timeout(CHECK_S, connect=CHECK_S / 2)
 VERSION = "x-policy-version"
 """Header of a request that must get tokens of this policy version alone, and of a reply that has them."""
 
@@ -27,8 +29,11 @@ class Found:
 async def probe(client: httpx.AsyncClient, url: str) -> Found:
     """Health and version of a replica."""
     try:
-        (await client.get(f"{url}/health", timeout=CHECK_S)).raise_for_status()
-        return Found(None, version=await served_version(client, url))
+        async with asyncio.timeout(CHECK_S):
+            (await client.get(f"{url}/health", timeout=_TIMEOUT)).raise_for_status()
+            return Found(None, version=await served_version(client, url))
+    except TimeoutError:
+        return Found(f"no reply to a probe within {CHECK_S:g} s")
     except httpx.HTTPStatusError as error:
         return Found(f"GET {error.request.url.path} answered {error.response.status_code}")
     except httpx.HTTPError as error:
@@ -41,10 +46,10 @@ async def served_version(client: httpx.AsyncClient, url: str) -> str | None:
 
     Raises httpx.HTTPError, also for a server that has no model yet.
     """
-    marked = _json(await client.get(f"{url}/weight_info", timeout=CHECK_S))
+    marked = _json(await client.get(f"{url}/weight_info", timeout=_TIMEOUT))
     if "weight_version" in marked:
         return str(marked["weight_version"])
-    reply = await client.get(f"{url}/v1/models", timeout=CHECK_S)
+    reply = await client.get(f"{url}/v1/models", timeout=_TIMEOUT)
     if reply.is_server_error:
         reply.raise_for_status()
     models = _json(reply).get("data")

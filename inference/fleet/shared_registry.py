@@ -21,8 +21,10 @@ from inference.errors import FleetError
 from inference.fleet.registry import Drain, Joined, Snapshot, View, superseded
 from inference.router.wire import require
 
-VIEW_S = 10.0
-"""Seconds after which the view of a router that says nothing is forgotten."""
+VIEW_S = 30.0
+"""Seconds after which the view of a router that says nothing is forgotten; more than two probes take, between which it
+looks at the registry.
+"""
 _FOREVER_S = 30 * 86400.0
 _TIMEOUT_S = 2.0
 _PUT = """

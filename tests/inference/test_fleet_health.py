@@ -13,7 +13,7 @@ import httpx
 import numpy as np
 import pytest
 import uvicorn
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -105,6 +105,7 @@ async def world(count: int) -> AsyncIterator[World]:
             each.end()
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.floats(0, 100)), max_size=20))
 def test_at_most_half_is_ejected_and_never_the_last(states: list[tuple[bool, float]]) -> None:
     healths = {str(place): Health(fault="x" if faulty else None, since=at) for place, (faulty, at) in enumerate(states)}
@@ -114,6 +115,7 @@ def test_at_most_half_is_ejected_and_never_the_last(states: list[tuple[bool, flo
     assert all(healths[name].since <= healths[left].since for name in out for left in faulty - out)
 
 
+@settings(deadline=None, max_examples=30)
 @given(st.data())
 def test_hidden_replicas_are_not_chosen_and_are_as_before_afterwards(data: st.DataObject) -> None:
     """Beside a router that never had them hidden."""
