@@ -58,16 +58,33 @@ With the cache events of the servers (vLLM: --kv-events-config; ours: serve --ev
 \b
   python -m inference route --replica ... --events-port 5557 --metrics
 
+A fleet whose servers come and go: each joins by itself and renews a lease (ours: serve --join URL; any other: join):
+
+\b
+  python -m inference route --listen 0.0.0.0:8080 --fleet-key-file keys
+  python -m inference serve --policy DIR --join http://router:8080
+
 Several routers in front of the same servers, which share their state through Redis:
 
 \b
   python -m inference route --replica ... --redis redis://10.0.0.9:6379/0
 
 Clients send what they would send to a server: POST /v1/completions, /v1/chat/completions or /inference/v1/generate,
-streams included. Two headers help: `X-Session` names a conversation whose prompts continue each other, `X-Group`
-requests with a common prompt. `X-Replica` in a reply names the server. Anybody who reaches the port can send requests.
+streams included. Headers help: `X-Session` names a conversation whose prompts continue each other, `X-Group` requests
+with a common prompt, `X-Policy-Version` the only policy whose tokens the reply may have. `X-Replica` in a reply names
+the server. Anybody who reaches the port can send requests.
 
-SIGTERM ends the router when its requests have ended. docs/routing.md explains how it chooses.
+SIGTERM ends the router when its requests have ended. docs/routing.md explains how it chooses, docs/fleet.md how servers
+join, drain and get new weights (`triplane fleet`).
+"""
+_JOIN = """Keep a server of another project in the fleet of a router, as its sidecar.
+
+\b
+  python -m inference join --replica http://10.0.0.7:8000 --router http://router:8080 --capacity 256
+
+The server is probed (GET /health; its policy version from /weight_info or /v1/models), and its lease renewed while it
+is well. When this command ends, or the server fails or hangs, it gets no more requests. A router with --fleet-key-file
+asks for a key: set TRIPLANE_FLEET_KEY_FILE. `python -m inference serve` joins by itself, with --join.
 """
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Serve policies, and pull them for servers.")
 
@@ -96,6 +113,12 @@ def serve(
             min=1, max=65534, help="Publish the prefix cache's events here, as vLLM does; replay at the next."
         ),
     ] = None,
+    join: Annotated[
+        list[str] | None, typer.Option(help="URL of a router whose fleet this server joins; may be repeated.")
+    ] = None,
+    advertise: Annotated[
+        str | None, typer.Option(help="URL at which those routers reach this server [default: --listen].")
+    ] = None,
 ) -> None:
     """Serve a policy until interrupted."""
     from inference.server.draining import default_drain_s
@@ -105,12 +128,16 @@ def serve(
 
     directory, found = find_policy(policy, store)
     drain_s = default_drain_s() if drain is None else drain
-    run(directory, version or found, Serving(listen, model, max_batch, threads, drain_s, events_port))
+    joining = (tuple(join or ()), advertise)
+    run(directory, version or found, Serving(listen, model, max_batch, threads, drain_s, events_port, *joining))
 
 
 @app.command(help=_ROUTE)
 def route(
-    replica: Annotated[list[str], typer.Option(help="Address of a server, or dns:NAME:PORT; may be repeated.")],
+    replica: Annotated[
+        list[str] | None,
+        typer.Option(help="Address of a server, or dns:NAME:PORT; may be repeated [default: those that join]."),
+    ] = None,
     listen: Annotated[str, typer.Option(help="host:port to listen on; port 0 picks a free one.")] = "127.0.0.1:8080",
     block_tokens: Annotated[int, typer.Option(min=1, help="Block size of the servers, e.g. vLLM's --block-size.")] = 16,
     events_port: Annotated[
@@ -126,6 +153,16 @@ def route(
         ),
     ] = None,
     fleet: Annotated[str, typer.Option(help="Name of the group of routers that share their state.")] = "default",
+    fleet_key_file: Annotated[
+        Path | None,
+        typer.Option(help="File with keys, one a line, for joins and drains [default: this machine needs none]."),
+    ] = None,
+    webhook: Annotated[
+        str | None, typer.Option(help="URL that is told as JSON of each join, leave, fault, ejection and drain.")
+    ] = None,
+    scaler: Annotated[
+        str | None, typer.Option(help="host:port of KEDA's external scaler: tokens in flight, and the queue.")
+    ] = None,
     timeout: Annotated[float, typer.Option(min=1, help="Longest silence of a server in a reply, in seconds.")] = 600.0,
     drain: Annotated[
         float | None,
@@ -138,7 +175,22 @@ def route(
     from inference.server.route import route as run
 
     drain_s = default_drain_s() if drain is None else drain
-    run(Routing(",".join(replica), listen, block_tokens, events_port, metrics, redis, fleet, timeout, drain_s))
+    addresses = ",".join(replica or ())
+    options = (block_tokens, events_port, metrics, redis, fleet, timeout, drain_s, fleet_key_file, webhook, scaler)
+    run(Routing(addresses, listen, *options))
+
+
+@app.command(help=_JOIN)
+def join(
+    replica: Annotated[str, typer.Option(help="URL at which the routers reach the server, http://host:port.")],
+    router: Annotated[list[str], typer.Option(help="URL of a router; repeated for routers that share no Redis.")],
+    capacity: Annotated[int, typer.Option(min=0, help="Sequences that it samples at once; 0: unknown.")] = 0,
+    lease: Annotated[float, typer.Option(min=0.5, max=3600, help="Seconds of a lease, renewed three times.")] = 15.0,
+) -> None:
+    """Keep a server in the fleet of a router until interrupted."""
+    from inference.fleet.joining import Joining, stay
+
+    stay(Joining(tuple(router), replica, capacity, lease))
 
 
 @app.command()

@@ -74,3 +74,7 @@ class BadRequest(InferenceError):
 
 class RouterError(InferenceError):
     """A router's settings, an engine's cache event or a request contradict what the router knows."""
+
+
+class FleetError(InferenceError):
+    """A fleet refuses a join, a drain or an update, or has no replica for a request."""

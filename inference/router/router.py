@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -177,6 +178,20 @@ class Router:
         decision = self.choose(prompt, max_tokens=max_tokens, session=session, group=group)
         self.begin(decision)
         return decision
+
+    @contextmanager
+    def hidden(self, names: Collection[str]) -> Iterator[None]:
+        """Choose among the other replicas meanwhile, of which there must be one. Nothing may begin or end meanwhile."""
+        kept = [self._columns.hide(self._places[name]) for name in names if name in self._places]
+        try:
+            yield
+        finally:
+            for restore in kept:
+                restore()
+
+    def learn_with(self, other: Router) -> None:
+        """Share what is learned of the speed of replicas with another router of this process."""
+        self._columns.rates, self._slowness = other._columns.rates, other._slowness
 
     def serve(self, namespace: Namespace) -> None:
         """All replicas serve another policy: nothing cached before is found any more."""

@@ -9,6 +9,7 @@ from its own how much slower than those a replica is.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -132,6 +133,19 @@ class Columns:
         self.all_requests -= self.requests[place]
         self.count -= 1
         self.requests[place] = self.tokens[place] = np.inf
+
+    def hide(self, place: int) -> Callable[[], None]:
+        """Free a place until the returned function is called, before which nothing else may change."""
+        requests, tokens = self.requests.item(place), self.tokens.item(place)
+        self.drop(place)
+
+        def restore() -> None:
+            self.requests[place], self.tokens[place] = requests, tokens
+            self.total += tokens
+            self.all_requests += requests
+            self.count += 1
+
+        return restore
 
     def load(self, place: int, more: InFlight) -> None:
         """Requests begin at a replica; with negative numbers, they are over."""

@@ -28,6 +28,7 @@ from contracts.errors import TriplaneError
 from inference.engines.base import Completion, Engine, SamplingParams
 from inference.engines.openai import OWNER
 from inference.errors import BadRequest, NoPolicyYet, StaleVersion, Withdrawn
+from inference.fleet.probe import VERSION
 from inference.server.api import ChatRequest, CompletionRequest, LoadRequest, ScoreRequest, WithdrawRequest
 from inference.server.chat import answer_message, prompt_tokens
 from inference.server.readiness import Readiness
@@ -113,11 +114,11 @@ class Application:
         entry = {"id": self._model, "object": "model", "owned_by": OWNER, "version": await self._engine.version()}
         return JSONResponse({"object": "list", "data": [entry]})
 
-    async def _complete(self, body: CompletionRequest) -> dict[str, Any]:
+    async def _complete(self, body: CompletionRequest, pin: str | None) -> dict[str, Any]:
         prompt = body.prompt
         if isinstance(prompt, str):
             prompt = self._text().encode_text(prompt)
-        completion = await self._generate(prompt, body.max_tokens, tuple(body.stop_token_ids), body)
+        completion = await self._generate(prompt, body.max_tokens, tuple(body.stop_token_ids), body, pin)
         choice: dict[str, Any] = {
             "index": 0,
             "text": self._tokenizer.decode(completion.token_ids) if self._tokenizer else "",
@@ -133,11 +134,11 @@ class Application:
             choice |= {"token_ids": completion.token_ids, "policy_spans": completion.spans}
         return self._envelope("text_completion", choice, len(prompt), completion)
 
-    async def _chat(self, body: ChatRequest) -> dict[str, Any]:
+    async def _chat(self, body: ChatRequest, pin: str | None) -> dict[str, Any]:
         tokenizer = self._text()
         prompt = prompt_tokens(tokenizer, body.messages, body.tools)
         count = body.max_completion_tokens or body.max_tokens or CHAT_TOKENS
-        completion = await self._generate(prompt, count, (tokenizer.end_of_turn, tokenizer.pad), body)
+        completion = await self._generate(prompt, count, (tokenizer.end_of_turn, tokenizer.pad), body, pin)
         message, reason = answer_message(tokenizer.decode(completion.token_ids), secrets.token_hex(4))
         choice: dict[str, Any] = {
             "index": 0,
@@ -152,22 +153,28 @@ class Application:
             }
         return self._envelope("chat.completion", choice, len(prompt), completion)
 
-    async def _score(self, body: ScoreRequest) -> dict[str, Any]:
+    async def _score(self, body: ScoreRequest, pin: str | None) -> dict[str, Any]:
         await self._check_version(body.policy_version)
         before = await self._engine.version()
         logprobs = await self._engine.score(body.token_ids, body.temperature)
+        await self._check_version(pin)
         return {"object": "score", "logprobs": logprobs, "policy_version": before}
 
-    async def _load(self, body: LoadRequest) -> dict[str, Any]:
+    async def _load(self, body: LoadRequest, pin: str | None) -> dict[str, Any]:
         await self.swap(Path(body.directory), body.version)
         return {"object": "policy", "version": body.version}
 
-    async def _withdraw(self, body: WithdrawRequest) -> dict[str, Any]:
+    async def _withdraw(self, body: WithdrawRequest, pin: str | None) -> dict[str, Any]:
         self.readiness.withdrawn = body.reason
         return {"object": "policy", "version": await self._engine.version(), "withdrawn": body.reason}
 
     async def _generate(
-        self, prompt: list[int], count: int, stops: tuple[int, ...], body: CompletionRequest | ChatRequest
+        self,
+        prompt: list[int],
+        count: int,
+        stops: tuple[int, ...],
+        body: CompletionRequest | ChatRequest,
+        pin: str | None,
     ) -> Completion:
         if self.readiness.withdrawn is not None:
             raise Withdrawn(
@@ -176,7 +183,11 @@ class Application:
         if isinstance(body, CompletionRequest):
             await self._check_version(body.policy_version)
         seed = secrets.randbits(63) if body.seed is None else body.seed
-        return await self._engine.generate(prompt, SamplingParams(body.temperature, count, seed, stops))
+        completion = await self._engine.generate(prompt, SamplingParams(body.temperature, count, seed, stops))
+        others = {version for version, _, _ in completion.spans} - {pin}
+        if pin is not None and others:
+            raise StaleVersion(f"policy {pin} was asked for, but {', '.join(sorted(others))} sampled: ask elsewhere")
+        return completion
 
     async def _check_version(self, wanted: str | None) -> None:
         serving = await self._engine.version()
@@ -202,22 +213,27 @@ class Application:
 
 
 def _json(
-    model: type[_Body], handler: Callable[[_Body], Awaitable[dict[str, Any]]]
+    model: type[_Body], handler: Callable[[_Body, str | None], Awaitable[dict[str, Any]]]
 ) -> Callable[[Request], Awaitable[JSONResponse]]:
-    """Route that validates the body of its requests."""
+    """Route that validates the body of its requests, and that a reply is of the policy version that they are pinned to
+    (header `X-Policy-Version`).
+    """
 
     async def route(request: Request) -> JSONResponse:
+        pin = request.headers.get(VERSION) or None
         try:
             body = model.model_validate_json(await request.body())
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             where = ".".join(str(part) for part in first["loc"]) or "the body"
             return error_reply(400, f"{where}: {first['msg']}", "invalid_request")
-        work = asyncio.ensure_future(handler(body))
+        work = asyncio.ensure_future(handler(body, pin))
         gone = asyncio.ensure_future(disconnected(request))
         try:
             await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
-            return JSONResponse(await work) if work.done() else error_reply(499, "the client disconnected", "cancelled")
+            if not work.done():
+                return error_reply(499, "the client disconnected", "cancelled")
+            return JSONResponse(await work, headers=None if pin is None else {VERSION: pin})
         finally:
             work.cancel()
             gone.cancel()

@@ -25,6 +25,8 @@ class Asked:
     """[n] token ids, or text in words of 4 bytes."""
     max_tokens: int
     """Most tokens to sample."""
+    version: str | None = None
+    """Policy version that the server must serve (`policy_version`), else it refuses the request."""
 
 
 def asked(content: bytes) -> Asked:
@@ -42,15 +44,17 @@ def asked(content: bytes) -> Asked:
     limits = {**(sampling if isinstance(sampling, dict) else {}), **body}
     limit = limits.get("max_completion_tokens") or limits.get("max_tokens")
     most = limit if isinstance(limit, int) and limit > 0 else _DEFAULT
+    version = body.get("policy_version")
+    named = version if isinstance(version, str) else None
     if _is_tokens(found):
         try:
-            return Asked(np.array(found, np.int32), most)
+            return Asked(np.array(found, np.int32), most, named)
         except OverflowError:
             raise BadRequest("the prompt has an entry that is not a token id: send integers in [0, 2**31)") from None
     if isinstance(found, str):
-        return Asked(_words(found), most)
+        return Asked(_words(found), most, named)
     parts = found if found is not None else [*_listed(body.get("tools")), *body["messages"]]
-    return Asked(_words("\n".join(json.dumps(part, sort_keys=True) for part in _listed(parts))), most)
+    return Asked(_words("\n".join(json.dumps(part, sort_keys=True) for part in _listed(parts))), most, named)
 
 
 def _is_tokens(prompt: Any) -> bool:

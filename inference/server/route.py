@@ -1,9 +1,10 @@
 """HTTP face of the router: each request goes to the server that has most of its prompt cached.
 
-request --> prompt (prompts) --> Router.choose --> the same request at a server (replicas) --> its reply, as it comes
+request --> prompt (prompts) --> Fleet.choose --> the same request at a server --> its reply, as it comes
 
 Bodies are passed on unchanged in both directions, streams included. A request whose server fails before it begins to
-reply is sent to another one: nobody has seen a token of it.
+reply is sent to another one: nobody has seen a token of it. The reply to a request that is pinned to a policy version
+is passed on as a whole, once it is proven to have tokens of that version only.
 """
 
 from __future__ import annotations
@@ -11,8 +12,12 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import httpx
 from starlette.applications import Starlette
@@ -23,16 +28,22 @@ from starlette.types import Receive, Scope, Send
 
 from contracts.addresses import parse_addresses
 from contracts.errors import TriplaneError
-from inference.router import Decision, Namespace, Router, RouterConfig
-from inference.router.shared import SharedRouter
-from inference.router.subscriber import Subscriptions
+from inference.fleet import events
+from inference.fleet.events import Event, Webhook
+from inference.fleet.face import FleetFace
+from inference.fleet.fleet import Fleet, Sent
+from inference.fleet.pools import Pools, Wanted
+from inference.fleet.probe import VERSION, served_version
+from inference.fleet.registry import LocalRegistry
+from inference.fleet.shared_registry import SharedRegistry
+from inference.router import Decision
 from inference.server.draining import DrainingServer
 from inference.server.listening import announced, beside, split_address
 from inference.server.prompts import Asked, asked
 from inference.server.readiness import Readiness
-from inference.server.replicas import Replicas
 from inference.server.replies import disconnected, error_reply, explain
 from inference.server.route_metrics import Look, RouteMetrics
+from inference.weights.keys import read_keys
 
 PATHS = ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate")
 """Requests that are routed by their prompt."""
@@ -42,6 +53,7 @@ TRIES = 3
 """Servers that one request is sent to."""
 _HOPS = {"connection", "content-length", "host", "keep-alive", "transfer-encoding", "upgrade", "te", "trailer"}
 """Headers of one connection, which are not passed on."""
+_ENCODING = "accept-encoding"
 _UNWELL = (502, 503, 504)
 """Statuses of a server that is draining, withdrawn or behind a broken proxy: another one is asked."""
 _TAIL = 4096
@@ -53,7 +65,7 @@ class Routing:
     """How requests are routed."""
 
     replicas: str
-    """Addresses of the servers, separated by commas: URLs without path, or dns:NAME:PORT."""
+    """Addresses of servers without a lease, separated by commas: URLs without path, or dns:NAME:PORT. Empty: none."""
     listen: str
     """host:port; port 0 picks a free one."""
     block_tokens: int = 16
@@ -70,6 +82,12 @@ class Routing:
     """Longest silence of a server within a reply, in seconds."""
     drain_s: float = 0.0
     """Seconds in which requests are still accepted after SIGTERM."""
+    fleet_key_file: Path | None = None
+    """File with the keys that joining, draining and updating ask for. None: this machine may do it without."""
+    webhook: str | None = None
+    """URL that is told of each change of the fleet."""
+    scaler: str | None = None
+    """host:port of KEDA's external scaler. None: it is not served."""
 
 
 class RouterFace:
@@ -77,17 +95,22 @@ class RouterFace:
 
     def __init__(self, routing: Routing) -> None:
         """Raises ConfigError for bad addresses, and without the packages that metrics, events and Redis need."""
-        self._router = Router(Namespace(""), RouterConfig(block_tokens=routing.block_tokens))
-        self._events = Subscriptions(self._router, routing.events_port)
-        self.shared = None if routing.redis is None else SharedRouter(self._router, routing.redis, routing.fleet)
-        if self.shared is not None:
-            self._events.forward = self.shared.forward
         timeout = httpx.Timeout(routing.timeout_s, connect=10.0, pool=None)
         # no idle connections: httpx compares each of them with all others at every request
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         self._client = httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False)
-        addresses = parse_addresses(routing.replicas, "--replica")
-        self.replicas = Replicas(addresses, self._router, self._events, self._client)
+        addresses = parse_addresses(routing.replicas, "--replica") if routing.replicas else []
+        registry = LocalRegistry() if routing.redis is None else SharedRegistry(routing.redis, routing.fleet)
+        pools = Pools(
+            block_tokens=routing.block_tokens,
+            events_port=routing.events_port,
+            redis=routing.redis,
+            fleet=routing.fleet,
+        )
+        self.fleet = Fleet(addresses, registry, pools, self._client)
+        self._face = FleetFace(self.fleet, read_keys(routing.fleet_key_file) if routing.fleet_key_file else ())
+        self.webhook = None if routing.webhook is None else Webhook(routing.webhook, routing.fleet, self._client)
+        self.fleet.tell = self._tell
         self.readiness = Readiness()
         self._metrics = RouteMetrics(self._look) if routing.metrics else None
 
@@ -98,26 +121,25 @@ class RouterFace:
             Route("/ready", self._ready),
             Route("/v1/models", self._models),
             *(Route(path, self._route, methods=["POST"]) for path in PATHS),
+            *self._face.routes(),
         ]
         if self._metrics is not None:
             routes.append(Route("/metrics", self._scrape))
         return Starlette(routes=routes, exception_handlers={TriplaneError: explain, Exception: explain})
 
-    @property
-    def serving(self) -> list[str]:
-        """URLs of the servers that are well."""
-        return self._router.replicas
-
     async def close(self) -> None:
         """Close the connections."""
-        await self._events.close()
-        if self.shared is not None:
-            await self.shared.close()
+        await self.fleet.close()
         await self._client.aclose()
 
+    def _tell(self, event: Event) -> None:
+        events.log(event)
+        if self.webhook is not None:
+            self.webhook.tell(event)
+
     async def _health(self, request: Request) -> JSONResponse:
-        serving = self.serving
-        body = {"status": "ok" if serving else "no server is well", "serving": serving, "out": self.replicas.faults}
+        serving = self.fleet.serving
+        body = {"status": "ok" if serving else "no server is well", "serving": serving, "out": self.fleet.faults}
         return JSONResponse(body, 200 if serving else 503)
 
     async def _ready(self, request: Request) -> JSONResponse:
@@ -126,11 +148,11 @@ class RouterFace:
         return await self._health(request)
 
     async def _models(self, request: Request) -> Response:
-        for url in self._router.replicas:
+        for url in self.fleet.serving:
             try:
                 reply = await self._client.get(f"{url}/v1/models")
             except httpx.HTTPError as error:
-                self.replicas.leave_out(url, type(error).__name__)
+                self._failed(url, error, "GET /v1/models")
                 continue
             return Response(reply.content, reply.status_code, media_type=reply.headers.get("content-type"))
         return self._nobody()
@@ -152,44 +174,69 @@ class RouterFace:
             gone.cancel()
 
     async def _sent(self, request: Request, content: bytes, wanted: Asked) -> Response:
-        """Reply of the first server that begins to reply."""
-        began = time.monotonic()
-        for attempt in range(1, TRIES + 1):
-            if not self._router.replicas:
+        """Reply of the first server that begins to reply, or for a pinned request, of the first whose reply is proven.
+
+        That of the last one tried is passed on, whatever it is, unless it has tokens of another version.
+        """
+        began, pin = time.monotonic(), request.headers.get(VERSION) or None
+        routed = Wanted(wanted.prompt, wanted.max_tokens, request.headers.get(SESSION), request.headers.get(GROUP))
+        tried: list[str] = []
+        refusal: Response | None = None
+        for _ in range(TRIES):
+            sent = self.fleet.choose(routed, pin=pin, version=wanted.version, tried=tried)
+            if sent is None:
                 break
-            decision = self._router.choose(
-                wanted.prompt,
-                max_tokens=wanted.max_tokens,
-                session=request.headers.get(SESSION),
-                group=request.headers.get(GROUP),
-            )
-            self._router.begin(decision)
+            if refusal is not None:
+                self._repeated()
+            url = sent.replica.url
+            tried.append(url)
             try:
-                reply = await self._asked(decision.replica, request, content)
+                reply = await self._asked(url, request, content)
+                if reply.status_code in _UNWELL:
+                    refusal = await _whole(reply, url)
+                    self._count(request.url.path, sent.decision, str(reply.status_code), time.monotonic() - began)
+                    self.fleet.failed(url, f"a request was answered {reply.status_code}")
+                elif pin is None:
+                    return self._passed(request.url.path, sent, reply, began)
+                else:
+                    found = await _whole(reply, url)
+                    if await self._is_proven(url, reply, bytes(found.body), pin):
+                        self._over(request.url.path, sent, reply, bytes(found.body), began)
+                        return found
+                    refusal = None
+                    await self.fleet.refresh(url)
             except httpx.HTTPError as error:
-                self.replicas.leave_out(decision.replica, f"a request failed ({type(error).__name__})")
+                refusal = None
+                self._failed(url, error, "a request")
             except BaseException:
-                self._router.finish(decision)
+                self.fleet.finish(sent)
                 raise
-            else:
-                if reply.status_code not in _UNWELL or attempt == TRIES or len(self._router.replicas) == 1:
-                    return self._passed(request.url.path, decision, reply, began)
-                await reply.aclose()
-                self.replicas.leave_out(decision.replica, f"a request was answered {reply.status_code}")
-            self._router.finish(decision)
-            if self._metrics is not None:
-                self._metrics.repeats.inc()
-        return self._nobody()
+            self.fleet.finish(sent)
+        return refusal if refusal is not None else self._nobody(pin)
 
     async def _asked(self, url: str, request: Request, content: bytes) -> httpx.Response:
         headers = [(name, value) for name, value in request.headers.items() if name not in _HOPS]
+        if VERSION in request.headers:  # the reply is read
+            headers = [*((name, value) for name, value in headers if name != _ENCODING), (_ENCODING, "identity")]
         sent = self._client.build_request("POST", f"{url}{request.url.path}", content=content, headers=headers)
         return await self._client.send(sent, stream=True)
 
-    def _passed(self, path: str, decision: Decision, reply: httpx.Response, began: float) -> Response:
+    async def _is_proven(self, url: str, reply: httpx.Response, content: bytes, pin: str) -> bool:
+        """Whether the tokens of a reply, if it has any, are all of version `pin`.
+
+        Ours says so in a header. Of another server the versions in its reply must be that one, and so must be the one
+        that it serves after the reply, as it was before the request.
+        """
+        if not reply.is_success:
+            return reply.status_code != httpx.codes.CONFLICT
+        if VERSION in reply.headers:
+            return reply.headers[VERSION] == pin
+        if _versions(content) - {pin}:
+            return False
+        return await served_version(self._client, url) == pin
+
+    def _passed(self, path: str, sent: Sent, reply: httpx.Response, began: float) -> Response:
         """The reply of a server, passed on as it comes."""
-        headers = {name: value for name, value in reply.headers.items() if name not in _HOPS}
-        headers[REPLICA] = decision.replica
         tail, whole = b"", False
 
         async def body() -> AsyncIterator[bytes]:
@@ -200,18 +247,31 @@ class RouterFace:
                     yield chunk
                 whole = True
             except httpx.HTTPError as error:
-                self.replicas.leave_out(decision.replica, f"a reply broke off ({type(error).__name__})")
+                self._failed(sent.replica.url, error, "a reply")
                 raise
 
         async def over() -> None:
-            seconds = time.monotonic() - began
-            self._router.finish(
-                decision, seconds=seconds if whole and reply.is_success else None, sampled=_sampled(tail)
-            )
-            self._count(path, decision, str(reply.status_code), seconds)
+            self._over(path, sent, reply, tail, began, whole=whole)
             await reply.aclose()
 
-        return _Passed(body(), reply.status_code, headers, over)
+        return _Passed(body(), reply.status_code, _headers(reply, sent.replica.url), over)
+
+    def _over(
+        self, path: str, sent: Sent, reply: httpx.Response, tail: bytes, began: float, *, whole: bool = True
+    ) -> None:
+        """A reply was passed on. tail: its end. whole: not broken off."""
+        seconds = time.monotonic() - began
+        learned = seconds if whole and reply.is_success else None
+        self.fleet.finish(sent, seconds=learned, sampled=_sampled(tail))
+        self._count(path, sent.decision, str(reply.status_code), seconds)
+
+    def _failed(self, url: str, error: httpx.HTTPError, what: str) -> None:
+        away = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
+        self.fleet.failed(url, f"{what} failed ({type(error).__name__})", away=away)
+
+    def _repeated(self) -> None:
+        if self._metrics is not None:
+            self._metrics.repeats.inc()
 
     def _count(self, path: str, decision: Decision, code: str, seconds: float) -> None:
         if self._metrics is not None:
@@ -220,20 +280,31 @@ class RouterFace:
             self._metrics.prompt_tokens.inc(decision.prompt)
             self._metrics.cached_tokens.inc(decision.cached)
 
-    def _nobody(self) -> Response:
+    def _nobody(self, pin: str | None = None) -> Response:
+        served = self.fleet.versions
+        if pin is not None and (served or self.fleet.serving):
+            said = f"no replica serves policy {pin}: {', '.join(served) or 'none says which it serves'}"
+            return error_reply(409, f"{said}; name one of these, or begin the session anew", "stale_policy_version")
         if self._metrics is not None:
             self._metrics.requests.labels("none", "503").inc()
-        faults = "; ".join(f"{url}: {fault}" for url, fault in self.replicas.faults.items())
-        said = f"no server is well ({faults or 'none is known yet'}): start one, or correct --replica"
+        faults = "; ".join(f"{url}: {fault}" for url, fault in self.fleet.faults.items())
+        draining = [url for url, each in self.fleet.replicas.items() if each.drain is not None]
+        known = "; ".join(each for each in (faults, f"draining: {', '.join(draining)}" if draining else "") if each)
+        said = f"no server is well ({known or 'none is known yet'}): start one, or correct --replica"
         return error_reply(503, said, "no_server", kind="server_error")
 
     def _look(self) -> Look:
-        counters = self._router.residency.counters
+        pools = list(self.fleet.pools)
+        counters = [pool.router.residency.counters for pool in pools]
+        shared: Counter[str] = Counter()
+        for pool in pools:
+            if pool.shared is not None:
+                shared.update(vars(pool.shared.counters))
         return Look(
-            {"serving": len(self._router.replicas), "out": len(self.replicas.faults)},
-            self._router.flying(),
-            {"applied": counters.applied, "lost": counters.lost},
-            {} if self.shared is None else vars(self.shared.counters),
+            {"serving": len(self.fleet.serving), "out": len(self.fleet.faults)},
+            {url: tokens for pool in pools for url, tokens in pool.router.flying().items()},
+            {"applied": sum(each.applied for each in counters), "lost": sum(each.lost for each in counters)},
+            shared,
         )
 
 
@@ -251,6 +322,29 @@ class _Passed(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             await self._over()
+
+
+def _headers(reply: httpx.Response, url: str) -> dict[str, str]:
+    """Headers of a reply to pass on."""
+    return {**{name: value for name, value in reply.headers.items() if name not in _HOPS}, REPLICA: url}
+
+
+async def _whole(reply: httpx.Response, url: str) -> Response:
+    """A reply, read to its end. Raises httpx.HTTPError."""
+    try:
+        content = b"".join([chunk async for chunk in reply.aiter_raw()])
+    finally:
+        await reply.aclose()
+    return Response(content, reply.status_code, _headers(reply, url))
+
+
+def _versions(content: bytes) -> set[str]:
+    """Policy versions with which a server marked the tokens of a reply."""
+    try:
+        choices: Any = json.loads(content)["choices"]
+        return {str(mark["version"]) for choice in choices for mark in choice.get("weight_versions") or []}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return set()
 
 
 def _sampled(tail: bytes) -> int:
@@ -276,10 +370,16 @@ async def _run(routing: Routing) -> None:
     face = RouterFace(routing)
     server = DrainingServer(face.starlette(), host, port, face.readiness, routing.drain_s)
     try:
-        await face.replicas.check()
-        if face.shared is not None:
-            await face.shared.start()
-        async with beside(server, face.replicas.watch()), beside(server, _announce(server, face)):
+        await face.fleet.start()
+        async with AsyncExitStack() as stack:
+            for work in (face.fleet.watch(), _announce(server, face)):
+                await stack.enter_async_context(beside(server, work))
+            if face.webhook is not None:
+                await stack.enter_async_context(beside(server, face.webhook.run()))
+            if routing.scaler is not None:
+                from inference.fleet.scaler import serve_scaler  # imports grpc
+
+                await stack.enter_async_context(beside(server, serve_scaler(face.fleet, routing.scaler)))
             await server.run_until_told()
     finally:
         await face.close()
@@ -287,5 +387,4 @@ async def _run(routing: Routing) -> None:
 
 async def _announce(server: DrainingServer, face: RouterFace) -> None:
     host, port = await announced(server)
-    known = len(face.replicas.faults) + len(face.serving)
-    print(f"{len(face.serving)} of {known} servers at http://{host}:{port}/v1", flush=True)
+    print(f"{len(face.fleet.serving)} of {len(face.fleet.replicas)} servers at http://{host}:{port}/v1", flush=True)

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import uvicorn
 
+from contracts.addresses import Address
 from contracts.chat import ChatTokenizer
 from inference.engines.builtin import BuiltinEngine
+from inference.fleet.joining import Joining, joined
 from inference.router.publisher import EventPublisher
 from inference.server.app import Application, Opener
 from inference.server.draining import DrainingServer
@@ -45,6 +47,10 @@ class Serving:
     """Seconds in which requests are still accepted after SIGTERM."""
     events_port: int | None = None
     """Port for the events of the prefix cache; they are replayed at the next one. None: they are not published."""
+    join: tuple[str, ...] = ()
+    """URLs of routers whose fleet this server joins."""
+    advertise: str | None = None
+    """URL at which those routers reach this server. None: where it listens."""
 
     def opener(self, publisher: EventPublisher | None) -> Opener:
         """Opens engine and tokenizer of a policy."""
@@ -85,7 +91,7 @@ async def _serve(serving: Serving, policy: tuple[Path, str] | None, following: F
     try:
         if policy is not None:
             await app.open(*policy)
-        async with beside(server, _announce(server, app)):
+        async with beside(server, _announce(server, app)), beside(server, _join(server, app, serving)):
             if following is None:
                 await server.run_until_told()
                 return
@@ -95,6 +101,16 @@ async def _serve(serving: Serving, policy: tuple[Path, str] | None, following: F
         await app.close()
         if publisher is not None:
             publisher.close()
+
+
+async def _join(server: uvicorn.Server, app: Application, serving: Serving) -> None:
+    """Be in the fleet until the server drains."""
+    if not serving.join:
+        return
+    host, port = await announced(server)
+    async with joined(Joining(serving.join, serving.advertise or Address(host, port).url, serving.max_batch)):
+        while not app.readiness.draining:
+            await asyncio.sleep(0.05)
 
 
 async def _announce(server: uvicorn.Server, app: Application) -> None:

@@ -13,6 +13,7 @@ from triplane_dagster.cli import (
     doctor,
     episodes,
     experiments,
+    fleet,
     fork,
     gc,
     iterate,
@@ -101,6 +102,7 @@ app.command()(serve.serve)
 app.command()(bridge.bridge)
 app.command()(rollback.rollback)
 app.command()(unpin.unpin)
+app.add_typer(fleet.app, name="fleet")
 app.command()(fork.fork)
 app.command()(train.train)
 app.add_typer(tasks.app, name="tasks")
