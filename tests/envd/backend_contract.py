@@ -156,7 +156,7 @@ async def says_what_it_is(machines: Machines, name: str) -> None:
     features = machines.backend.features
     assert machines.backend.name == name and features.helper
     assert set(features.limits_enforced) <= {"memory", "pids", "cpu", "disk"}
-    assert features.can <= {"pause", "snapshot", "fork", "migrate", "pty", "network", "runtime"}
+    assert features.can <= {"pause", "snapshot", "fork", "migrate", "pty", "network", "runtime", "root"}
     assert features.isolation > IsolationLevel.NONE or name == "plain"
     box = await machines.create()
     usage = await box.usage()

@@ -25,6 +25,7 @@ from envd.server.live import Live
 from envd.server.malformed import ACCEPTED_BYTES, Unknown, Watched
 from envd.server.observing import Observing
 from envd.server.rules import load_rules
+from envd.server.runtimes import Runtimes
 from envd.server.sandboxes import Sandboxes
 from envd.server.serve import key_check
 from envd.server.templates import Templates
@@ -63,9 +64,8 @@ def served(tmp_path: Path, job: Job, *, address: str = "", interceptors: Any = (
     async def run() -> list[Event]:
         audit: Any = AuditLog()
         nothing: Any = None
-        sandboxes = Sandboxes(
-            {}, Templates(tmp_path / "templates", os.getuid()), nothing, nothing, rules=load_rules(""), audit=audit
-        )
+        templates, runtimes = Templates(tmp_path / "templates", os.getuid()), Runtimes(tmp_path / "runtimes")
+        sandboxes = Sandboxes({}, templates, nothing, runtimes, rules=load_rules(""), audit=audit)
         sandboxes._live["own"] = Known("right")
         options = [("grpc.max_receive_message_length", ACCEPTED_BYTES)]
         server = grpc.aio.server(options=options, interceptors=[make(audit) for make in interceptors])

@@ -39,10 +39,10 @@ def envd_address() -> Iterator[str]:
         yield envd.address
 
 
-@pytest.fixture(
-    scope="module",
-    params=["namespaces", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gvisor", "qemu"))],
-)
+_EMULATED = pytest.param("qemu", marks=[pytest.mark.slow, pytest.mark.timeout(1200)])
+
+
+@pytest.fixture(scope="module", params=["namespaces", pytest.param("gvisor", marks=pytest.mark.slow), _EMULATED])
 def shown_by(request: pytest.FixtureRequest) -> Iterator[str]:
     """Address of a server with one backend that shows runtimes in its sandboxes."""
     if request.param == "gvisor":
