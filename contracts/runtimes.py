@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from contracts.artifacts import list_artifacts
+from contracts.artifacts import Artifact, list_artifacts
 from contracts.errors import ArtifactMissing
 from contracts.store import Store
 
@@ -15,11 +15,16 @@ KIND = "runtime"
 ARCHIVE, ROOT = "packages.tar", "root.tar"
 
 
+def find_runtime(store: Store, digest: str) -> Artifact | None:
+    """Artifact of a runtime, or None. digest: SHA-256 of its tar."""
+    return next((each for each in list_artifacts(store, KIND) if each.meta.get("digest") == digest), None)
+
+
 def runtime_archive(store: Store | None, digest: str) -> Path:
     """Verified local tar of a runtime. digest: SHA-256 of the tar. Raises ArtifactMissing."""
-    for artifact in () if store is None else list_artifacts(store, KIND):
-        if artifact.manifest.meta.get("digest") == digest:
-            return artifact.path(ROOT if ROOT in artifact.names() else ARCHIVE)
+    found = None if store is None else find_runtime(store, digest)
+    if found is not None:
+        return found.path(ROOT if ROOT in found.names() else ARCHIVE)
     where = "no store was given" if store is None else f"store {store.url} has no such artifact"
     raise ArtifactMissing(
         f"runtime {digest[:12]} of the task's environment is missing ({where}): make it again, or point TRIPLANE_STORE"

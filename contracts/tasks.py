@@ -59,7 +59,9 @@ class Environment:
     """Packages, test settings and limits of a task; the defaults are those of tasks without an environment."""
 
     runtime: str = ""
-    """Digest of the packages that agent and tests see (contracts/runtimes.py); empty: those of the envd server."""
+    """Digest of the packages, or the root file system, that agent and tests see (contracts/runtimes.py); empty: those
+    of the envd server.
+    """
     plugins: tuple[str, ...] = ()
     """Modules of the runtime that pytest loads as plugins."""
     ini: tuple[tuple[str, str], ...] = ()

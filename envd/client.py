@@ -162,7 +162,10 @@ class SandboxClient:
         return found
 
     async def put_runtime(self, digest: str, archive: Path) -> None:
-        """Store a runtime, an uncompressed tar of plain files with this SHA-256. Idempotent; can be resumed."""
+        """Store a runtime, an uncompressed tar with this SHA-256. Idempotent; can be resumed.
+
+        It holds packages, plain files only; or, if it begins with the directory `.`, a root file system.
+        """
         await self._shared(digest, lambda: self._send_runtime(digest, archive))
 
     async def _shared(self, digest: str, send: Callable[[], Coroutine[Any, Any, object]]) -> None:
@@ -200,11 +203,11 @@ class SandboxClient:
         """Start a sandbox with its own copy of the template's workspace; it answers calls when this returns.
 
         limits: None for the server's defaults. backend: empty for the server's choice. rules: YAML, within the
-        server's own. runtime: digest of packages in place of the server's own, see `put_runtime`. toolset: the tools
-        that calls may name (`envd.tools.TOOLSETS`); empty: the default ones. record_requests: keep what it asks
-        of its proxy for `Sandbox.requests`; it has no tunnels then. idempotency_key: a retry with the same one gets the
-        same sandbox. Cancelled without one, it ends what the server still makes. timeout_s: pods that pull their image
-        take minutes.
+        server's own. runtime: digest of packages, or a root file system, in place of the server's own, see
+        `put_runtime`. toolset: the tools that calls may name (`envd.tools.TOOLSETS`); empty: the default ones.
+        record_requests: keep what it asks of its proxy for `Sandbox.requests`; it has no tunnels then.
+        idempotency_key: a retry with the same one gets the same sandbox. Cancelled without one, it ends what the server
+        still makes. timeout_s: pods that pull their image take minutes.
         """
         request = create_request(template, limits, env, labels, backend, rules, runtime, toolset, record_requests)
         if idempotency_key is not None:  # a retry may want it

@@ -72,7 +72,8 @@ class SandboxesServicer:
         raise NotImplementedError('Method not implemented!')
 
     def PutRuntime(self, request, context):
-        """Stores a runtime, the packages of a repository: a tar, in pieces, in order. Idempotent; an interrupted upload goes on.
+        """Stores a runtime: a tar, in pieces, in order. It holds the packages of a repository, or, if it begins with the directory
+        `.`, a root file system. Idempotent; an interrupted upload goes on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -67,7 +67,7 @@ class ExternalScalerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def StreamIsActive(self, request, context):
-        """The same, sent when it changes.
+        """Whether there is work, now and whenever that changes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

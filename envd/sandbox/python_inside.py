@@ -69,7 +69,8 @@ def package_places() -> tuple[str, ...]:
             ours = any(f"{prefix}/".startswith(f"{each}/") for prefix in prefixes)
             if not ours and not each.name.startswith("python") and _has_packages(str(each), _DEPTH):
                 found.add(str(each))
-    modules = sorted(_with_modules("/usr", found), key=lambda each: each.count("/"))
+    library = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}
+    modules = sorted(_with_modules("/usr", found | library), key=lambda each: each.count("/"))
     found.update(modules[: max(0, _MOST - len(found))])
     real = {os.path.realpath(each) for each in found if Path(each).is_dir()} - {os.path.realpath(own)}
     return (inside(own), *(inside(each) for each in sorted(real) if _is_visible(each)))

@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 import httpx
 
-from contracts.errors import ConfigError
+from contracts.rpc import connecting
 from inference.errors import FleetError
 from inference.fleet.face import KEY_VARIABLE
 from inference.fleet.registry import Joined
@@ -19,20 +19,20 @@ _TIMEOUT_S = 30.0
 
 
 def read_key(path: Path | None = None) -> str | None:
-    """Key of a fleet: first line of `path`, else of the file $TRIPLANE_FLEET_KEY_FILE; None without either.
+    """Key of a fleet: the first of `path`, else of the file $TRIPLANE_FLEET_KEY_FILE; None without either.
 
     Raises ConfigError.
     """
-    named = path or (Path(os.environ[KEY_VARIABLE]) if os.environ.get(KEY_VARIABLE) else None)
-    if named is None:
-        return None
-    try:
-        lines = [line.strip() for line in named.read_text().splitlines() if line.strip()]
-    except OSError as error:
-        raise ConfigError(f"key file {named} can't be read ({error.strerror}): check its path and rights") from None
-    if not lines:
-        raise ConfigError(f"key file {named} is empty: write a key of the router's --fleet-key-file into it")
-    return lines[0]
+    named = path or os.environ.get(KEY_VARIABLE)
+    return connecting.read_key(Path(named)) if named else None
+
+
+def row_of(state: dict[str, Any], url: str) -> dict[str, Any]:
+    """A replica in `Fleet.state`. Raises FleetError if it is not there."""
+    for row in state["replicas"]:
+        if row["url"] == url:
+            return dict(row)
+    raise FleetError(f"{url} has left the fleet")
 
 
 class FleetClient:

@@ -42,7 +42,7 @@ class Scaler(keda_pb2_grpc.ExternalScalerServicer):  # type: ignore[misc, unused
     async def StreamIsActive(
         self, request: keda_pb2.ScaledObjectRef, context: Context
     ) -> AsyncIterator[keda_pb2.IsActiveResponse]:
-        """The same at once, and whenever it changes."""
+        """The answer of IsActive, now and whenever it changes."""
         said = None
         while True:
             if (active := self._is_active()) != said:

@@ -24,7 +24,7 @@ from inference.engines.http import JsonClient
 from inference.engines.policies import PolicyFiles, Preparer
 from inference.engines.replica import Replica
 from inference.errors import FleetError
-from inference.fleet.client import FleetClient
+from inference.fleet.client import FleetClient, row_of
 
 HOLD_S = 30.0
 """Seconds after which a replica is asked again if the updating process is gone."""
@@ -92,7 +92,7 @@ class _Hold:
     async def begin(self, sessions_s: float) -> None:
         """Drain, or drain anew: routers tell which of the two they have seen."""
         self._until = time.monotonic() + sessions_s
-        self._token = _row(await self._client.drain(self._url, sessions_s, hold_s=HOLD_S), self._url)["drain"]
+        self._token = row_of(await self._client.drain(self._url, sessions_s, hold_s=HOLD_S), self._url)["drain"]
 
     async def renewed(self) -> None:
         """Renew until cancelled."""
@@ -130,7 +130,7 @@ class _Roll:
         """Keep a replica without requests."""
         async with self._turn:  # so that two don't both leave the last replica of a version to the other
             state = await self._client.state()
-            row = _row(state, url)
+            row = row_of(state, url)
             others = [each for each in state["replicas"] if each["version"] == row["version"] and each["url"] != url]
             last = bool(row["version"]) and not any(each["state"] == "serving" for each in others)
             hold = _Hold(self._client, url)
@@ -157,7 +157,7 @@ class _Roll:
         """Wait until all routers know of the drain and no request is in flight."""
         until = time.monotonic() + self._rollout.requests_s
         while True:
-            row = _row(await self._client.state(), url)
+            row = row_of(await self._client.state(), url)
             if row["drain_seen"] and not row["requests"]:
                 return
             if time.monotonic() > until:
@@ -167,17 +167,10 @@ class _Roll:
 
     async def _until(self, url: str, reached: Callable[[Row], bool]) -> None:
         until = time.monotonic() + self._rollout.proof_s
-        while not reached(row := _row(await self._client.state(), url)):
+        while not reached(row := row_of(await self._client.state(), url)):
             if time.monotonic() > until:
                 raise FleetError(f"it serves {row['version']} {self._rollout.proof_s:g} s later ({row['fault']})")
             await asyncio.sleep(POLL_S)
-
-
-def _row(state: dict[str, Any], url: str) -> Row:
-    for row in state["replicas"]:
-        if row["url"] == url:
-            return dict(row)
-    raise FleetError(f"{url} has left the fleet")
 
 
 class Loader:

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import sysconfig
 import tarfile
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from envd.backends.base import Runtime
 from envd.client import Limits, SandboxClient
 from envd.errors import RuntimeMissing, TemplateError, Unsupported
 from envd.local import LocalEnvd
+from envd.sandbox import python_inside
 from envd.server.runtimes import Runtimes
 from envd.types import ToolCall
 from tests.wheels import pytest_wheels, write_wheel
@@ -304,6 +306,15 @@ def test_deadline_is_of_the_task(runtime: Artifact, store: Store, shown_by: str)
     slow = {"tests/test_hidden.py": b"import time\n\n\ndef test_adds():\n    time.sleep(30)\n"}
     task = dataclasses.replace(make_task(runtime, timeout_s=0.5), hidden_files=slow, tests=TESTS[:1])
     assert grade(task, b"", store, shown_by).exit == "timed_out"
+
+
+def test_directories_with_modules_are_found_topmost_and_known_ones_left(tmp_path: Path) -> None:
+    for path in ("lib/tool/deep/a.py", "lib/tool/deep/below/b.py", "lib/known/c.py", "lib/x/bin/d.py", "share/e.txt"):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).touch()
+    found = list(python_inside._with_modules(str(tmp_path), {f"{tmp_path}/lib/known"}))
+    assert found == [f"{tmp_path}/lib/tool/deep"]
+    assert sysconfig.get_path("stdlib") not in python_inside.package_places()
 
 
 @pytest.mark.parametrize("shown_by", ["namespaces"], indirect=True)  # others have a system of their own

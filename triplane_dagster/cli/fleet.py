@@ -99,16 +99,18 @@ def drain(
     if undo and wait:
         raise ConfigError("--undo ends the drain: give it without --wait")
 
+    from inference.fleet.client import row_of
+
     async def drained(client: FleetClient) -> dict[str, Any]:
         if undo:
             return await client.undrain(replica)
         state = await client.drain(replica, deadline)
-        while wait and not _is_empty(_row(state, replica)):
+        while wait and not _is_empty(row_of(state, replica)):
             await asyncio.sleep(0.5)
             state = await client.state()
         return state
 
-    row = _row(_run(router, key_file, drained), replica)
+    row = row_of(_run(router, key_file, drained), replica)
     if as_json:
         print_json(row)
     elif undo:
@@ -190,13 +192,6 @@ def _run(
             return await work(client)
 
     return asyncio.run(run())
-
-
-def _row(state: dict[str, Any], url: str) -> dict[str, Any]:
-    for row in state["replicas"]:
-        if row["url"] == url:
-            return dict(row)
-    raise ConfigError(f"{url} is not in the fleet any more")
 
 
 def _is_empty(row: dict[str, Any]) -> bool:

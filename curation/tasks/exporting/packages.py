@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from importlib import metadata
 
-from contracts.artifacts import list_artifacts
-from contracts.runtimes import KIND, ROOT
+from contracts.runtimes import ROOT, find_runtime
 from contracts.store import Store
 from curation.errors import TaskError
 
@@ -17,12 +16,12 @@ def packages_of(store: Store, runtime: str) -> dict[str, str]:
     """
     if not runtime:
         return {"pytest": metadata.version("pytest")}
-    for artifact in list_artifacts(store, KIND):
-        if artifact.meta.get("digest") == runtime and ROOT in artifact.names():
-            raise TaskError(
-                f"runtime {runtime[:12]} of its environment is an image, of which no Dockerfile is known: export rows"
-                " (--format swebench)"
-            )
-        if artifact.meta.get("digest") == runtime:
-            return {each["name"]: each["version"] for each in artifact.json("packages.json")}
-    raise TaskError(f"runtime {runtime[:12]} of its environment is not in {store.url}: make it again")
+    found = find_runtime(store, runtime)
+    if found is None:
+        raise TaskError(f"runtime {runtime[:12]} of its environment is not in {store.url}: make it again")
+    if ROOT in found.names():
+        raise TaskError(
+            f"runtime {runtime[:12]} of its environment is an image, of which no Dockerfile is known: export rows"
+            " (--format swebench)"
+        )
+    return {each["name"]: each["version"] for each in found.json("packages.json")}

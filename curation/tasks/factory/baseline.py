@@ -42,7 +42,7 @@ _APART: tuple[_Run, ...] = (
     ("with another hash seed", {}, {"TZ": "UTC", "PYTHONHASHSEED": "4711"}),
     ("in another time zone", {}, {"TZ": "Asia/Kathmandu", "PYTHONHASHSEED": "0"}),
 )
-"""Which of these it was, if a test only fails in all of them together."""
+"""The changes of _TOGETHER one by one, to name the one that a test fails in."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
     archive -> index.json -> manifest of this platform -> layers, one over the other -> root.tar and image.json
 
-Nothing is unpacked here: the tree of the layers is put together by names, and contents are copied from layer to tar.
+No layer is unpacked to disk: the layers' trees are merged by path, then each file is copied from its layer to the tar.
 Formats: image-layout.md, layer.md and config.md of the OCI image specification 1.1.
 """
 
@@ -49,7 +49,7 @@ _REPLACED: Mapping[str, str | bytes] = {
     "etc/hostname": b"sandbox\n",
     "etc/resolv.conf": b"",
 }
-"""Links (texts) and files (bytes) in place of an image's."""
+"""Paths that replace an image's: a text is the target of a link, bytes are the content of a file."""
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _INSTALLED = re.compile(r"/(?:site|dist)-packages/([^/]+)-([^-/]+)\.dist-info/METADATA$")
 _OLDEST = (3, 11)
@@ -68,7 +68,7 @@ class _Node:
     member: tarfile.TarInfo | None = None
     """Where a file's content is."""
     data: bytes = b""
-    """Content of a file that no layer has."""
+    """Content of a file that is added here instead of read from a layer."""
     written: str = ""
     """Path under which the content is in the tar already."""
 
@@ -78,7 +78,7 @@ class _Image:
     """What an image's manifest names."""
 
     manifest: str
-    """Its digest, `sha256:...`."""
+    """Digest of the manifest, `sha256:...`."""
     config: dict[str, Any]
     layers: list[dict[str, Any]]
 
