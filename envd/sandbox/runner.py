@@ -12,6 +12,9 @@ The canary is a test that must fail; if it passes, results are being rewritten. 
 from __future__ import annotations
 
 import ast
+import contextlib
+import functools
+import gzip
 import importlib.util
 import json
 import marshal
@@ -19,6 +22,7 @@ import os
 import re
 import sys
 import tempfile
+import unicodedata
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
@@ -97,6 +101,7 @@ def run_tests(
     changed: files of the diff. configuration: further options, of `configured`.
     Call at most once per process, which must exit afterwards.
     """
+    _watch()
     files = dict.fromkeys(test.split("::", 1)[0] for test in tests)
     present = [root / path for path in files if (root / path).is_file()]
     if any(b"hypothesis" in path.read_bytes() for path in present):
@@ -130,6 +135,7 @@ def _quiet_hypothesis() -> None:
 
     Call it before the final state's folders are on the path.
     """
+    _keep_table_of_utf8()
     try:
         from hypothesis import Phase, settings
     except ImportError:
@@ -141,6 +147,20 @@ def _quiet_hypothesis() -> None:
     settings.load_profile("verdicts")
 
 
+def _keep_table_of_utf8() -> None:
+    """Put the characters that UTF-8 can encode where Hypothesis keeps them. It would ask for each of a million in every
+    fresh sandbox, which takes longer than most tests. A version with another format computes its own.
+    """
+    home = Path(tempfile.gettempdir(), ".hypothesis")
+    os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", str(home))
+    folder = home / "unicode_data" / unicodedata.unidata_version
+    encodable = [[0, 0xD7FF], [0xE000, sys.maxunicode]]
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True)
+        for name, table in (("codec-utf-8", encodable), ("codec-v2-utf-8", [encodable, []])):
+            (folder / f"{name}.json.gz").write_bytes(gzip.compress(json.dumps(table).encode()))
+
+
 def configured(plugins: Sequence[str], ini: Mapping[str, str]) -> list[str]:
     """Options of pytest that load these modules as plugins and set these keys of its configuration."""
     loaded = [part for name in plugins for part in ("-p", name)]
@@ -148,7 +168,10 @@ def configured(plugins: Sequence[str], ini: Mapping[str, str]) -> list[str]:
 
 
 def warm_up() -> None:
-    """Run passing and failing tests, so that forked runs inherit the modules that pytest imports lazily."""
+    """Run passing and failing tests, so that forked runs inherit the modules that pytest imports lazily.
+
+    Not worth its time in a process that runs tests once.
+    """
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
         (root / "test_warm_up.py").write_text(
@@ -161,6 +184,7 @@ def warm_up() -> None:
         options = [*_arguments(root), "--basetemp", str(root / "tmp")]
         pytest.main([*options, str(root / "test_warm_up.py")], plugins=[])
     sys.modules.pop("test_warm_up", None)
+    _watch()
 
 
 def pipe_sender(fd: int, nonce: str) -> Send:
@@ -254,8 +278,10 @@ def _recorder(
     subtests: dict[str, dict[str, str]] = {}  # first message of each bad outcome, by test: a test is its worst subtest
     equality.arm(origin, lambda name: send("tamper", running[0], status=name))
 
+    changes = _watch().changes
+
     def look(config: pytest.Config, tests_ran: bool) -> None:
-        found = _changes(origin, tests_ran=tests_ran)
+        found = changes(origin, tests_ran=tests_ran)
         for name in found + strange_plugins(config.pluginmanager.get_plugins(), known, origin):
             send("tamper", status=name)
 
@@ -361,5 +387,5 @@ def _crash_message(longrepr: Any) -> str:
 
 
 equality.install()
-warm_up()
-_changes = Watch().changes
+_watch = functools.cache(Watch)
+"""Looks at the watched objects once, before any code of a task is imported."""

@@ -29,7 +29,7 @@ from envd.sandbox.in_guest import exec_cold
 from envd.sandbox.place import Place
 from envd.sandbox.proctree import descendants, kill_since, reap
 from envd.sandbox.python_inside import adopt, package_places
-from envd.sandbox.runner import inside_session
+from envd.sandbox.runner import inside_session, warm_up
 from envd.sandbox.syscalls import prepare_filter
 from envd.sandbox.verifier import serve_verification
 from envd.tools.paths import WORKSPACE
@@ -291,6 +291,7 @@ def main() -> None:
     parser.add_argument("--backend", choices=("namespaces", "plain"), required=True)
     arguments = parser.parse_args()
     control = socket.socket(fileno=arguments.control)
+    warm_up()
     Zygote(control, arguments.run_dir, arguments.name, arguments.backend).run()
 
 

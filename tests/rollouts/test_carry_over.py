@@ -35,9 +35,12 @@ NEXT = ArtifactRef(kind="checkpoint", key="e" * 64, digest="f" * 64)
 
 
 class UnevenEngine(ScriptedEngine):
-    """Plays long episodes for some seeds, each turn of which takes a while, and short ones for the others."""
+    """Plays long episodes for some seeds and short ones for the others.
 
-    def __init__(self, tokenizer: ChatTokenizer, version: str, look: ToolCallText, turn_s: float = 0.03) -> None:
+    Short ones wait until a long one has taken three turns; from then on each turn of a long one takes `turn_s`.
+    """
+
+    def __init__(self, tokenizer: ChatTokenizer, version: str, look: ToolCallText, turn_s: float = 0.3) -> None:
         super().__init__(tokenizer, self._turns)
         self._version, self._look, self._turn_s = version, look, turn_s
         self.long: set[int] = set()
@@ -52,10 +55,10 @@ class UnevenEngine(ScriptedEngine):
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
         if params.seed in self.long:
-            await asyncio.sleep(self._turn_s)
             if list(prompt_ids).count(self._tokenizer.call_end) >= 3:
                 self._begun.set()
-        elif self.long:  # a short one ends once a long one has taken some turns
+                await asyncio.sleep(self._turn_s)
+        elif self.long:
             await self._begun.wait()
         found = await super().generate(prompt_ids, params)
         self.sampled += len(found.token_ids)
@@ -151,7 +154,7 @@ def test_a_long_episode_goes_on_where_it_stopped_with_the_next_policy(
     assert sampled == engine.sampled == report.tokens, "no sampled token is lost"
 
     later = next_plan(plan, store, "0002", "b").model_copy(update={"needed": None})
-    following = UnevenEngine(tokenizer, NEXT.digest, READ)
+    following = UnevenEngine(tokenizer, NEXT.digest, READ, turn_s=0)
     following.long = engine.long
     report = play(later, store, envd, following)
     found = episodes(merge_groups(later, store))
@@ -184,7 +187,7 @@ def test_an_episode_whose_calls_are_answered_otherwise_begins_anew(
     play(plan, store, envd, engine)
     merge_groups(plan, store)
     later = next_plan(plan, store, "0002", "b").model_copy(update={"needed": None})
-    following = UnevenEngine(tokenizer, NEXT.digest, CLOCK)
+    following = UnevenEngine(tokenizer, NEXT.digest, CLOCK, turn_s=0)
     following.long = engine.long
     play(later, store, envd, following)
     after = episodes(merge_groups(later, store))[plan.groups[0].group_id, 1]
@@ -201,7 +204,7 @@ def test_a_group_is_waited_for_once_it_was_carried_over_often_enough(
     group_id = plan.groups[0].group_id
     carried = []
     for iteration, key in (("0002", "b"), ("0003", "c"), ("0004", None)):
-        engine = UnevenEngine(tokenizer, plan.policy.digest, READ, turn_s=0.1)
+        engine = UnevenEngine(tokenizer, plan.policy.digest, READ)
         make_long(engine, plan, [each for each in plan.groups if each.group_id == group_id])
         seeds |= engine.long
         play(plan, store, envd, engine)

@@ -29,14 +29,20 @@ _AT_ONCE = 2
 _Run = tuple[str, dict[str, Any], dict[str, str]]
 """Name of a run, what it does, and its environment."""
 _PLAIN, _TOGETHER, _AGAIN = "plain", "in another order, with another hash seed and time zone", "a second time"
-_RUNS: tuple[_Run, ...] = (
+_ALONE = "alone"
+_FIRST: tuple[_Run, ...] = (
     (_PLAIN, {"coverage": True}, {"TZ": "UTC", "PYTHONHASHSEED": "0"}),
-    ("alone", {"alone": True}, {"TZ": "UTC", "PYTHONHASHSEED": "0"}),
-    ("under load", {"load": 2}, {"TZ": "UTC", "PYTHONHASHSEED": "0"}),
+    (_ALONE, {"alone": True}, {"TZ": "UTC", "PYTHONHASHSEED": "0"}),
+)
+_RUNS: tuple[_Run, ...] = (
+    ("under load", {"load": 1}, {"TZ": "UTC", "PYTHONHASHSEED": "0"}),
     (_TOGETHER, {"reverse": True}, {"TZ": "Asia/Kathmandu", "PYTHONHASHSEED": "4711"}),
     (_AGAIN, {}, {"TZ": "UTC", "PYTHONHASHSEED": "0"}),
 )
-"""The longest first. The last repeats the first, without its tracing."""
+"""Runs without the tests that end their process, or never end, alone. The last repeats the plain one, without its
+tracing.
+"""
+_DEADLY = ("endless", "kills")
 _APART: tuple[_Run, ...] = (
     ("in another order", {"reverse": True}, {"TZ": "UTC", "PYTHONHASHSEED": "0"}),
     ("with another hash seed", {}, {"TZ": "UTC", "PYTHONHASHSEED": "4711"}),
@@ -90,13 +96,10 @@ async def run_baseline(repository: Repository, guest: Guest, store: Store) -> Ba
 
     Raises TaskError if pytest collects none, or if fewer than 80% of them pass always.
     """
-    key = step_key("baseline", {"guest": guest.digest, "runs": [list(run) for run in (*_RUNS, *_APART)]})
+    key = step_key("baseline", {"guest": guest.digest, "runs": [list(run) for run in (*_FIRST, *_RUNS, *_APART)]})
     found = recall(store, key)
     if found is None:
-        results = await _run_all(guest, _RUNS)
-        if _passing(results[_TOGETHER]) != _passing(results[_PLAIN]):
-            results |= await _run_all(guest, _APART)
-        found = record(store, key, _summary(results))
+        found = record(store, key, _summary(await _run_all(guest)))
     baseline = Baseline(
         {row[0]: TestFunction(row[0], tuple(row[1]), *row[2:]) for row in found["good"]},
         found["bad"],
@@ -106,17 +109,29 @@ async def run_baseline(repository: Repository, guest: Guest, store: Store) -> Ba
     return baseline
 
 
-async def _run_all(guest: Guest, runs: Sequence[_Run]) -> dict[str, dict[str, Any]]:
-    """Results by name."""
-    slots = asyncio.Semaphore(_AT_ONCE)
+async def _run_all(guest: Guest) -> dict[str, dict[str, Any]]:
+    """Results by name of the run."""
+    slots, results = asyncio.Semaphore(_AT_ONCE), dict[str, dict[str, Any]]()
 
-    async def one(how: dict[str, Any], env: dict[str, str]) -> dict[str, Any]:
-        spec = {"runs": [{"name": "run", **how}], "wall_s": _WALL_S, "cpu_s": _CPU_S}
-        async with slots:
-            return await guest.run(spec, timeout_s=_RUN_S, env=env)
+    async def run(runs: Sequence[_Run], without: Sequence[str] = ()) -> None:
+        async def one(name: str, how: dict[str, Any], env: dict[str, str]) -> None:
+            spec = {"runs": [{"name": "run", "without": without, **how}], "wall_s": _WALL_S, "cpu_s": _CPU_S}
+            async with slots:
+                results[name] = await guest.run(spec, timeout_s=_RUN_S, env=env)
 
-    results = await asyncio.gather(*(one(how, env) for _, how, env in runs))
-    return {name: result for (name, _, _), result in zip(runs, results, strict=True)}
+        await asyncio.gather(*(one(*each) for each in runs))
+
+    plain = asyncio.create_task(run(_FIRST[:1]))
+    try:
+        await run(_FIRST[1:])
+        deadly = [node for node, outcome in _outcomes(results[_ALONE]).items() if outcome[0] in _DEADLY]
+        await run(_RUNS, deadly)
+        await plain
+    finally:
+        plain.cancel()
+    if (_passing(results[_PLAIN]) & _passing(results[_AGAIN])) - _passing(results[_TOGETHER]):
+        await run(_APART, deadly)
+    return results
 
 
 def _outcomes(result: dict[str, Any]) -> dict[str, Any]:
@@ -142,7 +157,7 @@ def _summary(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
         groups.setdefault(base_name(row[0]), []).append(row)
     good = []
     for name, rows in groups.items():
-        found = ({run: each.get(row[0]) for run, each in outcomes.items()} for row in rows)
+        found = (_of_test(row[0], outcomes) for row in rows)
         causes = [cause for each in found if (cause := _cause(each))]
         if causes:
             bad[name] = causes[0]
@@ -152,6 +167,13 @@ def _summary(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
     late = {base_name(row[0]) for result in results.values() for row in result["tests"]} - groups.keys()
     bad.update(dict.fromkeys(late, "is not collected every time"))
     return {"good": good, "bad": bad, "lines": plain["runs"].get("run", {"lines": {}})["lines"]}
+
+
+def _of_test(node: str, outcomes: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """Outcome of a test in each run that it was part of; None if it was not collected."""
+    found = {run: each.get(node) for run, each in outcomes.items()}
+    alone = found[_ALONE]
+    return found if alone is None or alone[0] not in _DEADLY else {run: found[run] for run in (_PLAIN, _ALONE)}
 
 
 def _cause(outcomes: dict[str, Any]) -> str | None:

@@ -20,6 +20,7 @@ import inspect
 import itertools
 import json
 import os
+import random
 import re
 import resource
 import select
@@ -102,8 +103,8 @@ class Plugin:
 
     def _run(self, run: dict[str, Any]) -> dict[str, Any]:
         """Outcomes of every test, in one process or each in its own. A test that ends its process is left out."""
-        wanted = run.get("tests")
-        names = [name for name in self.items if wanted is None or name in wanted]
+        left_out = set(run.get("without", ()))
+        names = [name for name in self.items if name not in left_out]
         if run.get("reverse"):
             names.reverse()  # each pair of tests runs in the other order
         groups = [[name] for name in names] if run.get("alone") else [names]
@@ -440,8 +441,10 @@ def _deadline(wall_s: float, cpu_s: float) -> None:
 
 @contextlib.contextmanager
 def _load(count: int) -> Iterator[None]:
-    """Keep `count` processes busy."""
-    busy = []
+    """Share one core with `count` processes that are busy."""
+    cores, busy = os.sched_getaffinity(0), []
+    if count:
+        os.sched_setaffinity(0, {random.choice(sorted(cores))})
     for _ in range(count):
         pid = os.fork()
         if pid == 0:
@@ -454,6 +457,7 @@ def _load(count: int) -> Iterator[None]:
         for pid in busy:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
+        os.sched_setaffinity(0, cores)
 
 
 def _loaded_files() -> set[str]:

@@ -27,7 +27,7 @@ from curation.tasks.factory.functions import Function, named_once, product_sourc
 from curation.tasks.factory.guest import PROGRAM, Guest
 from curation.tasks.factory.licences import check_licence
 from curation.tasks.factory.prove import Proved, Prover
-from curation.tasks.factory.screen import Screened, Screening, screen
+from curation.tasks.factory.screen import Emptied, Screened, Screening, screen
 from curation.tasks.factory.source import Repository, head_of, read_repository
 from curation.tasks.factory.splits import deal_files
 from curation.tasks.factory.steps import FACTORY_VERSION
@@ -162,7 +162,11 @@ async def make_suite(
         drawn += await asked.ask_for_candidates(name, context, wanted, config.model, store, told)
     drawn = list(in_turns(drawn, lambda each: each.strategy))
     prover = await asyncio.to_thread(Prover, repository, around, baseline, client, store)  # reads packages for seconds
-    progress = await _Factory(config, context, baseline, guest, prover, store, report).run(drawn)
+    preparing = asyncio.create_task(prover.prepare(config.count))  # while the screen waits for what only waits
+    try:
+        progress = await _Factory(config, context, baseline, guest, prover, store, report).run(drawn)
+    finally:
+        preparing.cancel()
     if not progress.accepted:
         raise TaskError(f"{source} gave no task: {_commonest(progress.left_out)}")
     return _publish(repository, around, baseline, settings, key, store, progress, context.unused, shares)
@@ -199,6 +203,9 @@ class _Factory:
     ) -> None:
         self._config, self._baseline, self._guest, self._store, self._report = config, baseline, guest, store, report
         self._functions, self._prover = {function.key: function for function in context.functions}, prover
+        self._emptied: dict[str, Emptied] = {}
+        self._emptying: set[str] = set()
+        """Functions that were screened without a body."""
         self._graders = Graders()
 
     async def run(self, candidates: Sequence[Candidate]) -> _Progress:
@@ -227,6 +234,8 @@ class _Factory:
         return progress
 
     async def _screen(self, candidates: Sequence[Candidate], progress: _Progress) -> Screening:
+        emptying = sorted({each.function for each in candidates} - self._emptying)
+        self._emptying.update(emptying)
         found = await screen(
             candidates,
             self._functions,
@@ -234,7 +243,9 @@ class _Factory:
             self._guest,
             self._store,
             lambda done, total: self._report("screening", done, total),
+            emptying,
         )
+        self._emptied |= found.emptied
         progress.count(candidates, found)
         return dataclasses.replace(found, kept=self._graders.choose(found.kept))
 
@@ -249,7 +260,9 @@ class _Factory:
         results = await first_accepted(
             self._admitted(queue, progress),
             count - begun,
-            lambda each: self._prover.prove(each, self._functions[each.candidate.function]),
+            lambda each: self._prover.prove(
+                each, self._functions[each.candidate.function], self._emptied.get(each.candidate.function)
+            ),
             lambda each: each.task is not None,
             lambda done: self._report("proving", begun + done, self._config.count),
         )

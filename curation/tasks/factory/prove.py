@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -30,7 +30,7 @@ from curation.tasks.factory.environment import Surroundings, sources_of
 from curation.tasks.factory.functions import Function
 from curation.tasks.factory.guest import IDLE_S
 from curation.tasks.factory.leaks import Copies, standard_library, without_tests
-from curation.tasks.factory.screen import Screened, file_of
+from curation.tasks.factory.screen import Emptied, Screened, emptied_function, file_of
 from curation.tasks.factory.source import Repository
 from curation.tasks.factory.text import instruction_of
 from curation.tasks.validate import RESTORED, CheatResult, cheat_states
@@ -48,6 +48,10 @@ EMPTIED_TIMEOUT_S = 20.0
 """Deadline of a run with a function that does nothing, in seconds."""
 _ENOUGH = 2
 """Decoys of a test whose assertions are all observed."""
+_OF_FILE, _PREPARED_AT_ONCE = 4, 8
+"""Tasks wanted of each test file from which on all files are prepared, and files at once: their proofs are limited in
+time.
+"""
 PROOF_S = 600.0
 """Time limit of the proof of a test file's checks, and of the proof of a bug, in seconds."""
 
@@ -98,8 +102,26 @@ class Prover:
         self._noticing: dict[str, set[str]] = defaultdict(set)
         """Function -> tests that fail if it does nothing."""
 
-    async def prove(self, screened: Screened, function: Function) -> Proved:
-        """Make a task of a bug and prove it, within bounded time. Raises InfraFault if envd keeps failing."""
+    async def prepare(self, wanted: int) -> None:
+        """Prove what all bugs share that the tests of a file grade, for each file, if so many tasks are likely to use
+        all. What fails is tried again later.
+        """
+        files = Counter(map(file_of, self._baseline.good))
+        if wanted < _OF_FILE * len(files):
+            return
+        slots = asyncio.Semaphore(_PREPARED_AT_ONCE)
+
+        async def one(file: str) -> None:
+            async with slots:
+                await self._master(file)
+
+        largest = sorted(files, key=lambda file: (-files[file], file))
+        await asyncio.gather(*map(one, largest), return_exceptions=True)
+
+    async def prove(self, screened: Screened, function: Function, emptied: Emptied | None = None) -> Proved:
+        """Make a task of a bug and prove it, within bounded time. emptied: what the screen found of the function, if it
+        was tried. Raises InfraFault if envd keeps failing.
+        """
         try:
             draft = await self._draft(screened, function)
         except TimeoutError:
@@ -108,12 +130,12 @@ class Prover:
             return Proved(screened, None, draft)
         try:
             async with asyncio.timeout(PROOF_S):
-                return await self._proved(screened, function, draft)
+                return await self._proved(screened, function, draft, emptied)
         except TimeoutError:
             return Proved(screened, None, f"its proof takes longer than {PROOF_S:.0f} s")
 
-    async def _proved(self, screened: Screened, function: Function, draft: Task) -> Proved:
-        if await self._passes_emptied(screened, function, draft):
+    async def _proved(self, screened: Screened, function: Function, draft: Task, emptied: Emptied | None) -> Proved:
+        if await self._passes_emptied(screened, function, draft, emptied):
             return Proved(screened, None, "verdict: a function that does nothing passes its tests")
         before = await self._verifier.grade(draft, b"")
         if not _agrees(draft, before):
@@ -201,19 +223,26 @@ class Prover:
             for name, verdict in found.items()
         }
 
-    async def _passes_emptied(self, screened: Screened, function: Function, task: Task) -> bool:
+    async def _passes_emptied(
+        self, screened: Screened, function: Function, task: Task, emptied: Emptied | None
+    ) -> bool:
         """Whether the tests pass with a function that only returns None. Not tried for bugs that reach beyond it.
 
-        A test that failed so for another bug of the function is not run again.
+        They run only if the screen does not tell. A test that failed so for another bug of the function is not run
+        again.
         """
         if not all(function.encloses(edit.path, edit.start, edit.end) for edit in screened.candidate.edits):
             return False
         noticing, tests = self._noticing[function.key], set(task.tests)
+        if emptied is not None:
+            noticing |= emptied.failed
         if noticing & tests:
             return False
-        path, data, (start, end) = function.source.path, function.source.data, function.body_span
-        emptied = (data[:start] + b"return None" + data[end:]).decode()
-        diff = file_diff(path, task.files[path].decode(), emptied)
+        if emptied is not None and emptied.ended:
+            return True
+        path = function.source.path
+        without = emptied_function(function).apply({path: function.source.data})[path].decode()
+        diff = file_diff(path, task.files[path].decode(), without)
         result = await self._runs.run(task, diff, timeout_s=EMPTIED_TIMEOUT_S)
         passes = passing(result)
         # what calls a function that does nothing may call it for ever

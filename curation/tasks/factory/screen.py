@@ -16,7 +16,7 @@ from curation.tasks.factory.baseline import Baseline
 from curation.tasks.factory.functions import Function
 from curation.tasks.factory.guest import Guest
 from curation.tasks.factory.steps import recall, record, step_key
-from curation.tasks.factory.strategies import Candidate, changed_text
+from curation.tasks.factory.strategies import Candidate, Edit, changed_text
 
 MOST_TESTS = 250
 """A candidate whose lines more tests run is left out: it would break most of the suite."""
@@ -30,6 +30,8 @@ _SCREEN_S = 3000.0
 """Deadline of a chunk, in seconds; envd allows 3600."""
 _WALL_S, _CPU_S = 90.0, 4.0
 """Deadlines of one candidate. The first, of wall clock, is for code that waits: a busy machine must not exceed it."""
+EMPTIED = "emptied"
+"""Strategy and operator of a function without a body, which makes no task."""
 _ENVIRONMENT = {"TZ": "UTC", "PYTHONHASHSEED": "0"}
 
 
@@ -49,12 +51,24 @@ class Screened:
 
 
 @dataclass(frozen=True)
+class Emptied:
+    """Tests of a function that does nothing but return None."""
+
+    failed: frozenset[str]
+    """Test functions, by name, that fail, or run for ever."""
+    ended: bool
+    """Whether they all ran, so that the others pass."""
+
+
+@dataclass(frozen=True)
 class Screening:
     """Result of a screen."""
 
     kept: list[Screened]
     reasons: dict[str, int]
     """Number of candidates left out, by reason."""
+    emptied: dict[str, Emptied]
+    """By function key, what became of the functions emptied."""
 
 
 async def screen(
@@ -64,14 +78,17 @@ async def screen(
     guest: Guest,
     store: Store,
     progress: Callable[[int, int], None] | None = None,
+    emptying: Sequence[str] = (),
 ) -> Screening:
-    """Candidates that make covering tests fail, in their order. Results are cached in chunks."""
+    """Candidates that make covering tests fail, in their order. Results are cached in chunks. emptying: keys of
+    functions that are tried without a body, too.
+    """
     reasons: Counter[str] = Counter()
     asked: list[tuple[Candidate, dict[str, Any]]] = []
-    for each in candidates:
+    for each in (*candidates, *(emptied_function(functions[key]) for key in emptying)):
         request = _request(each, functions, baseline)
         if isinstance(request, str):
-            reasons[request] += 1
+            reasons[request] += each.strategy != EMPTIED
         else:
             asked.append((each, request))
     size = max(1, min(CHUNK, math.ceil(len(asked) / _AT_LEAST)))
@@ -87,15 +104,26 @@ async def screen(
         return found
 
     results = await asyncio.gather(*map(one, chunks))
-    kept = []
+    kept, emptied = list[Screened](), dict[str, Emptied]()
     for chunk, result in zip(chunks, results, strict=True):
         for candidate, request in chunk:
+            if candidate.strategy == EMPTIED:
+                found = _judge_emptied(request, result.get(candidate.identity))
+                if found is not None:
+                    emptied[candidate.function] = found
+                continue
             verdict = _judge(candidate, request, result.get(candidate.identity), baseline)
             if isinstance(verdict, str):
                 reasons[verdict] += 1
             else:
                 kept.append(verdict)
-    return Screening(kept, dict(sorted(reasons.items())))
+    return Screening(kept, dict(sorted(reasons.items())), emptied)
+
+
+def emptied_function(function: Function) -> Candidate:
+    """A function that only returns None."""
+    path, (start, end) = function.source.path, function.body_span
+    return Candidate(EMPTIED, EMPTIED, function.key, (Edit(path, start, end, "return None"),))
 
 
 async def _chunk(requests: list[dict[str, Any]], guest: Guest, store: Store) -> dict[str, Any]:
@@ -173,6 +201,21 @@ def _judge(candidate: Candidate, request: dict[str, Any], result: Any, baseline:
         messages.setdefault(base_name(node), failed[node][1])
     covering = tuple(sorted({base_name(node) for node in request["tests"]}))
     return Screened(candidate, messages, covering, dict(Counter(map(file_of, sorted(failed)))))
+
+
+def _judge_emptied(request: dict[str, Any], result: Any) -> Emptied | None:
+    if result is None or result[1]:
+        return None
+    ended, _, ran, failed = result
+    names = {base_name(node) for node in failed}
+    if ended == "exit":
+        return Emptied(frozenset(names), ended=True)
+    # those that are not collected were named first; what calls a function that does nothing may call it for ever
+    missing = [node for node in request["tests"] if failed.get(node, ("",))[0] == "missing"]
+    order = [*missing, *(node for node in request["tests"] if node not in missing)]
+    if ended in ("wall", "cpu", "waiting") and ran < len(order):
+        names.add(base_name(order[ran]))
+    return Emptied(frozenset(names), ended=False)
 
 
 def file_of(test: str) -> str:
