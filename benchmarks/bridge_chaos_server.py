@@ -44,6 +44,10 @@ class ChainEngine:
         """Fail all streams that run."""
         self._losses += 1
 
+    def streams(self, params: SamplingParams) -> bool:
+        """See Engine."""
+        return True
+
     async def stream(self, prompt_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Piece]:
         """See Engine."""
         chain = hashlib.blake2b(params.seed.to_bytes(8, "little"), digest_size=8)

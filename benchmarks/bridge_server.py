@@ -41,6 +41,10 @@ _LOGPROBS = np.full(_MOST, -0.5, np.float32)
 class EchoEngine:
     """Gives as many tokens as are asked for, at once."""
 
+    def streams(self, params: SamplingParams) -> bool:
+        """See Engine."""
+        return True
+
     async def stream(self, prompt_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Piece]:
         """See Engine."""
         count = params.max_tokens

@@ -40,12 +40,13 @@ _OF = {"auto": "namespaces", "namespaces": "namespaces", "plain": "plain"}
 
 
 class Verifications:
-    """Runs verifications, at most one per core at a time."""
+    """Runs verifications, at most one per core at a time, and two of those that end if they only wait (`idle_s`)."""
 
     def __init__(self, zygotes: Mapping[str, Zygote], templates: Templates, runtimes: Runtimes) -> None:
         """zygotes: by the name of the backend that they verify for."""
         self._zygotes, self._templates, self._runtimes = dict(zygotes), templates, runtimes
-        self._slots = asyncio.Semaphore(os.cpu_count() or 1)
+        cores = os.cpu_count() or 1
+        self._slots, self._slots_of_waiting = asyncio.Semaphore(cores), asyncio.Semaphore(2 * cores)
         self._count = self._running = 0
         self._tests, self._modules = CompiledFiles(_RUNS_OF_TESTS), CompiledFiles(_RUNS_OF_MODULES)
 
@@ -93,11 +94,12 @@ class Verifications:
             "idle_s": idle_s,
         }
         blob = diff + b"".join(content for _, content in files)
+        slots = self._slots_of_waiting if idle_s else self._slots
         with self._templates.held(digest), self._runtimes.held(packages), self._counted():
             await self._templates.ready(digest)
             try:
                 async with asyncio.timeout(patience_s):
-                    await self._slots.acquire()
+                    await slots.acquire()
             except TimeoutError as error:
                 raise ServerBusy(f"no verification slot became free within {patience_s:g} s: retry") from error
             try:
@@ -107,7 +109,7 @@ class Verifications:
                     spec = self._spec(digest, limits, packages)
                     reply = await verify_in_guest(backend, spec, wire.pack(header, blob), timeout_s + _GUEST_S)
             finally:
-                self._slots.release()
+                slots.release()
         return dict(reply["result"])
 
     @contextlib.contextmanager

@@ -114,7 +114,7 @@ def open_engine(spec: EngineConfig, directory: Path, version: str, keeper: VllmK
             Member(f"replica {place}", _replica(each, directory, version), each.events)
             for place, each in enumerate(spec.replicas)
         ]
-        return RoutedEngine(members, directory, version)
+        return RoutedEngine(members, directory, version, spec.hedging_delay_s)
     from inference.engines.builtin import open_builtin
 
     return open_builtin(spec, directory, version)

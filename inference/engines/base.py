@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
@@ -14,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from contracts.routing import Routes
-from contracts.supports import Supports
+from contracts.supports import Supports, SupportsWriter
 from inference.errors import EngineError
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -77,7 +78,11 @@ class Completion:
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """Consecutive tokens of one completion. All pieces of a stream, in order, are the completion."""
+    """Consecutive tokens of one completion. All pieces of a stream, in order, are the completion.
+
+    One without tokens tells that the first token is sampled, where the tokens themselves must wait for a proof of their
+    version, or that there are no more.
+    """
 
     token_ids: npt.NDArray[np.int32]
     """[n] new tokens."""
@@ -110,6 +115,9 @@ class Engine(Protocol):
         whose record pieces do not carry.
         """
 
+    def streams(self, params: SamplingParams) -> bool:
+        """Whether `stream` yields its first piece as soon as the first token of such a request is sampled."""
+
     async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> list[float]:
         """Log-probability of each token given the previous ones; index 0 is 0.0. temperature: above 0."""
 
@@ -128,12 +136,48 @@ class Engine(Protocol):
 class StreamsWhole:
     """Default of `Engine.stream` for engines whose servers answer whole completions: one piece, at the end."""
 
+    def streams(self, params: SamplingParams) -> bool:
+        """See Engine.streams."""
+        return False
+
     async def stream(self: Engine, prompt_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Piece]:
         """See Engine.stream."""
         check_streamable(params)
-        made = await self.generate([int(token) for token in prompt_ids], params)
-        tokens, logprobs = np.array(made.token_ids, np.int32), np.array(made.logprobs, np.float32)
-        yield Piece(tokens, logprobs, made.spans, made.finish_reason, made.supports, made.forced)
+        yield piece_of(await self.generate([int(token) for token in prompt_ids], params))
+
+
+def piece_of(made: Completion) -> Piece:
+    """A whole completion as the only, or last, piece of a stream."""
+    tokens, logprobs = np.array(made.token_ids, np.int32), np.array(made.logprobs, np.float32)
+    return Piece(tokens, logprobs, made.spans, made.finish_reason, made.supports, made.forced)
+
+
+def empty_piece(reason: FinishReason | None = None) -> Piece:
+    """A piece without tokens: sampling has begun, or ended for this reason."""
+    return Piece(np.zeros(0, np.int32), np.zeros(0, np.float32), [], reason)
+
+
+async def collect(pieces: AsyncGenerator[Piece]) -> Completion:
+    """The completion that the pieces of a stream are. Raises EngineError for a stream without an end."""
+    tokens, logprobs, spans = list[int](), list[float](), list[tuple[str, int, int]]()
+    forced, supports = list[bool](), SupportsWriter()
+    async with aclosing(pieces):
+        async for piece in pieces:
+            for version, start, end in piece.spans:
+                begin = len(tokens) + start
+                if spans and spans[-1][0] == version:
+                    begin = spans.pop()[1]
+                spans.append((version, begin, len(tokens) + end))
+            tokens += piece.token_ids.tolist()
+            logprobs += piece.logprobs.tolist()
+            forced += piece.forced or [False] * len(piece.token_ids)
+            if piece.supports is not None:
+                supports.extend(piece.supports)
+            if piece.finish_reason is not None:
+                drawn = supports.supports() if len(supports) else None
+                inserted = forced if any(forced) else None
+                return Completion(tokens, logprobs, spans, piece.finish_reason, supports=drawn, forced=inserted)
+    raise EngineError(f"the engine's stream ended after {len(tokens)} tokens without a finish reason")
 
 
 def check_streamable(params: SamplingParams) -> None:

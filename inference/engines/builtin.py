@@ -114,6 +114,10 @@ class BuiltinEngine:
         finally:
             request.cancelled = True
 
+    def streams(self, params: SamplingParams) -> bool:
+        """See Engine.streams."""
+        return params.routing_from is None
+
     def _check_request(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
         """Raise EngineError or RequestTooLong for a request that can't be served."""
         if params.max_tokens < 1:

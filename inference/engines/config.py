@@ -257,6 +257,8 @@ class VllmConfig(_LoadingConfig):
     """
     block_tokens: int = Field(default=16, ge=1, le=65536)
     """Block size of the servers of a fleet (--block-size), in tokens."""
+    hedging_delay_s: float | None = Field(default=None, gt=0)
+    """In a fleet: seconds without a token after which a turn is sent to a second server, too; as in `routed`."""
     python: str = "python"
     """Python interpreter of the environment with vLLM, for a server started here."""
     flags: tuple[str, ...] = ()
@@ -308,6 +310,8 @@ class VllmConfig(_LoadingConfig):
             self.addresses()
         except ConfigError as error:
             raise ValueError(str(error)) from None
+        if self.hedging_delay_s is not None and not self.is_fleet:
+            raise ValueError("hedging_delay_s needs a fleet: name several servers in base_url, or leave it out")
         if self.events_port is not None and self.base_url is None:
             raise ValueError("events_port needs base_url: a server started here is the only one, so leave it out")
         return self
@@ -408,6 +412,23 @@ class RoutedConfig(_Config):
     """Selects this engine."""
     replicas: tuple[ReplicaConfig, ...] = Field(min_length=1, max_length=1024)
     """The engines: builtin, openai, vllm, sglang or trtllm."""
+    hedging_delay_s: float | None = Field(default=None, gt=0)
+    """Seconds without a token after which a turn is sent to a second replica, too, or twice the seconds that were to be
+    expected, if these are more. The replica with the first token goes on. At most about a tenth of the turns are sent
+    twice. null: none is. The replicas must be of kind builtin, openai or vllm, which send tokens one by one.
+    """
+
+    @model_validator(mode="after")
+    def _can_hedge(self) -> Self:
+        whole = sorted({each.kind for each in self.replicas} & {"sglang", "trtllm"})
+        if self.hedging_delay_s is not None and whole:
+            raise ValueError(
+                f"hedging_delay_s needs replicas that send tokens one by one, {', '.join(whole)} sends whole turns, so"
+                " that short ones would win: leave hedging_delay_s out"
+            )
+        if self.hedging_delay_s is not None and len(self.replicas) < 2:
+            raise ValueError("hedging_delay_s needs a second replica: add one, or leave hedging_delay_s out")
+        return self
 
     @property
     def implementation(self) -> str:

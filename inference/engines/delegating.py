@@ -22,6 +22,10 @@ class DelegatingEngine:
         """See Engine.stream."""
         return self.inner.stream(prompt_ids, params)
 
+    def streams(self, params: SamplingParams) -> bool:
+        """See Engine.streams."""
+        return self.inner.streams(params)
+
     async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> list[float]:
         """See Engine.score."""
         return await self.inner.score(token_ids, temperature)

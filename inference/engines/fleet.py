@@ -5,8 +5,8 @@ lease --> scale up (idle: scale) --> resolve addresses --> update every server, 
 a call fails, or the watch finds a server dead, restarted or with another policy
   --> left out: never asked; its calls are repeated elsewhere --> updated and verified again in the background
 
-Only whole completions are returned, so a call can be repeated: its caller has seen no token of the lost one. The fleet
-serves while at least one server does.
+Tokens are returned when all are there, so a call can be repeated: its caller has seen no token of the lost one. The
+fleet serves while at least one server does.
 """
 
 from __future__ import annotations
@@ -14,19 +14,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any, TypeVar
 
 from contracts.addresses import resolve
 from contracts.errors import InfraFault, TriplaneError
-from inference.engines.base import Completion, SamplingParams, StreamsWhole
+from inference.engines.base import Completion, Piece, SamplingParams, check_streamable, collect
 from inference.engines.config import VllmConfig
+from inference.engines.hedging import Hedging, Request, Streams
 from inference.engines.http import JsonClient
 from inference.engines.policies import PolicyDirectory, PolicyFiles, Preparer
 from inference.engines.replica import Replica
 from inference.engines.scaling import Scale
-from inference.engines.tries import common_error, router_arguments, send_call
+from inference.engines.tries import choose_other, common_error, router_arguments, send_call
 from inference.engines.vllm import VllmEngine
 from inference.engines.vllm_update import put_to_sleep
 from inference.errors import EngineError, EngineStopped, EngineUnreachable
@@ -42,13 +44,16 @@ REPORT_S = 15.0
 _log = logging.getLogger(__name__)
 
 
-class FleetEngine(StreamsWhole):
+class FleetEngine:
     """See inference.engines.base.Engine. Belongs to one event loop."""
 
     def __init__(self, config: VllmConfig, files: PolicyFiles) -> None:
         self._config, self._files = config, files
         self._preparer = Preparer(config)
         self._router = Router(Namespace(files.version), RouterConfig(block_tokens=config.block_tokens))
+        self._streams = Streams(self._router, self._begun, Replica.stream, self._lost)
+        self.hedging = None if config.hedging_delay_s is None else Hedging(config.hedging_delay_s)
+        """None: nothing is hedged."""
         self._events = Subscriptions(self._router, config.events_port)
         self._replicas: dict[str, Replica] = {}
         self._misses: dict[str, int] = {}
@@ -62,7 +67,21 @@ class FleetEngine(StreamsWhole):
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
         """See Engine.generate. Turns of an episode, which have the same seed, are a session of the router."""
+        if self.hedging is not None and self.streams(params):
+            return await collect(self.stream(prompt_ids, params))
         return await self._call(lambda engine: engine.generate(prompt_ids, params), prompt_ids, params)
+
+    async def stream(self, prompt_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Piece]:
+        """See Engine.stream. As VllmEngine.stream; after a fault another server samples all."""
+        check_streamable(params)
+        request = Request(prompt_ids, params, self.hedging if self.streams(params) else None)
+        async with aclosing(self._streams.of(request)) as pieces:
+            async for piece in pieces:
+                yield piece
+
+    def streams(self, params: SamplingParams) -> bool:
+        """See Engine.streams."""
+        return params.routing_from is None
 
     async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> list[float]:
         """See Engine.score. As VllmEngine.score."""
@@ -105,11 +124,24 @@ class FleetEngine(StreamsWhole):
         """params: of a turn; None: nothing is sampled."""
 
         async def choose() -> tuple[Replica, Decision]:
-            serving = await self._serving()
-            decision = self._router.route(prompt, [*serving], **router_arguments(params))
-            return serving[decision.replica], decision
+            return await self._chosen(prompt, params)
 
         return await send_call(self._router, choose, lambda replica: replica.ask(call(replica.engine)), self._lost)
+
+    async def _chosen(self, prompt: Sequence[int], params: SamplingParams | None) -> tuple[Replica, Decision]:
+        """A server for a request, which has begun there."""
+        serving = await self._serving()
+        decision = self._router.route(prompt, [*serving], **router_arguments(params))
+        return serving[decision.replica], decision
+
+    async def _begun(
+        self, prompt: Sequence[int], params: SamplingParams, beside: Sequence[str]
+    ) -> tuple[Replica, Decision] | None:
+        """See hedging.Choose."""
+        if not beside:
+            return await self._chosen(prompt, params)
+        decision = choose_other(self._router, prompt, params, beside)
+        return None if decision is None else (self._replicas[decision.replica], decision)
 
     def _lost(self, replica: Replica, error: TriplaneError) -> None:
         """A call failed at a server. Raises EngineStopped if this engine is closed."""

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import json
 import ssl
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
 import httpx
@@ -17,6 +19,8 @@ from inference.engines.config import CONNECTIONS, RETRIES, TIMEOUT_S
 from inference.errors import EngineError, EngineStopped, EngineUnreachable, RequestTooLong, StaleVersion
 
 FIRST_PAUSE_S = 0.1
+_STATUSES = {"stale_policy_version": 409, "engine_stopped": 503, "internal": 500}
+"""HTTP status of errors within a stream of Triplane's server, by code."""
 _FAULTS = (httpx.ConnectError, httpx.ConnectTimeout, httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError)
 
 
@@ -53,11 +57,46 @@ class JsonClient:
         RequestTooLong, and EngineError for other errors.
         """
         url = f"{self.base}{path}"
+        return _read(url, await self._sent(url, lambda: self._http.request(method, url, json=body, params=query)))
+
+    async def events(self, path: str, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any]]:
+        """JSON objects that the server sends in reply to a POST, as server-sent events up to `[DONE]`.
+
+        Raises what `call` raises; only faults before the reply begins are retried.
+        """
+        url = f"{self.base}{path}"
+
+        def send() -> Awaitable[httpx.Response]:
+            return self._http.send(self._http.build_request("POST", url, json=body), stream=True)
+
+        response = await self._sent(url, send)
+        try:
+            if not response.is_success or "text/event-stream" not in response.headers.get("content-type", ""):
+                await response.aread()
+                _read(url, response)
+                raise EngineError(f"{url} sent no stream of events: check that its server streams completions")
+            async for line in response.aiter_lines():
+                if not line.startswith("data:"):
+                    continue
+                data = line.removeprefix("data:").strip()
+                if data == "[DONE]":
+                    return
+                yield _event(url, data)
+            raise EngineUnreachable(f"{url} broke off its stream: repeat the call")
+        except httpx.TimeoutException as error:
+            raise EngineUnreachable(f"{url} timed out ({type(error).__name__}): raise timeout_s") from error
+        except httpx.TransportError as error:
+            raise EngineUnreachable(f"{url} broke off its stream ({type(error).__name__}): repeat the call") from error
+        finally:
+            await response.aclose()
+
+    async def _sent(self, url: str, send: Callable[[], Awaitable[httpx.Response]]) -> httpx.Response:
+        """The first response to a request."""
         for attempt in range(self._retries + 1):
             if self._http.is_closed:  # closed after a replacement of the server, while this call waited for its retry
                 raise EngineUnreachable(f"the client of {url} was closed: repeat the call")
             try:
-                return _read(url, await self._http.request(method, url, json=body, params=query))
+                return await send()
             except _FAULTS as error:
                 if attempt == self._retries:
                     raise EngineUnreachable(
@@ -93,12 +132,33 @@ def _read(url: str, response: httpx.Response) -> Any:
             said = " ".join(response.text[:60].split())
             raise EngineError(f"{url} sent an invalid reply, {said!r}: check that an engine's API runs there") from None
     message, code = _detail(response)
-    if response.status_code == httpx.codes.CONFLICT:
-        raise StaleVersion(message)
+    raise _error(f"{url} answered {response.status_code}", response.status_code, message, code)
+
+
+def _event(url: str, data: str) -> dict[str, Any]:
+    """An event of a stream. Raises EngineError for one that tells of an error, as vLLM's and ours do."""
+    try:
+        found = json.loads(data)
+        error = found.get("error")
+    except (ValueError, AttributeError):
+        raise EngineError(
+            f"{url} sent an invalid event, {data[:60]!r}: check that an engine's API runs there"
+        ) from None
+    if error is not None:
+        code = error.get("code")
+        status = code if isinstance(code, int) else _STATUSES.get(str(code), httpx.codes.BAD_REQUEST)
+        raise _error(f"{url} ended its stream", status, str(error.get("message")), code)
+    event: dict[str, Any] = found
+    return event
+
+
+def _error(began: str, status: int, message: str, code: Any) -> EngineError:
+    if status == httpx.codes.CONFLICT:
+        return StaleVersion(message)
     if code == "context_length_exceeded" or "maximum context length" in message:
-        raise RequestTooLong(message)
-    kind = EngineStopped if response.status_code >= 500 else EngineError
-    raise kind(f"{url} answered {response.status_code}: {message}")
+        return RequestTooLong(message)
+    kind = EngineStopped if status >= 500 else EngineError
+    return kind(f"{began}: {message}")
 
 
 def _detail(response: httpx.Response) -> tuple[str, Any]:

@@ -7,11 +7,21 @@ logprobs ignore the temperature.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
-from inference.engines.base import Completion, FinishReason, SamplingParams, StreamsWhole, require_unrestricted
+import numpy as np
+
+from inference.engines.base import (
+    Completion,
+    FinishReason,
+    Piece,
+    SamplingParams,
+    check_streamable,
+    require_unrestricted,
+)
 from inference.engines.config import CONNECTIONS, RETRIES, TIMEOUT_S
 from inference.engines.http import JsonClient
 from inference.engines.seeds import SEED_BITS
@@ -22,7 +32,7 @@ OWNER = "triplane"
 _REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
-class OpenAIEngine(StreamsWhole):
+class OpenAIEngine:
     """See inference.engines.base.Engine. May be used from one event loop only, as httpx's pool requires."""
 
     def __init__(
@@ -48,10 +58,31 @@ class OpenAIEngine(StreamsWhole):
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
         """See Engine.generate."""
+        answer = await self._client.call("POST", "/completions", await self._body(prompt_ids, params))
+        (choice,) = answer["choices"]
+        tokens, logprobs, spans = self._tokens(choice, str(answer["model"]))
+        return Completion(tokens, logprobs, spans, self._reason(choice))
+
+    async def stream(self, prompt_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Piece]:
+        """See Engine.stream."""
+        check_streamable(params)
+        body = await self._body(prompt_ids, params) | {"stream": True}
+        async with aclosing(self._client.events("/completions", body)) as events:
+            async for event in events:
+                for choice in event["choices"]:  # none in one that tells the usage
+                    tokens, logprobs, spans = self._tokens(choice, str(event["model"]))
+                    reason = None if choice["finish_reason"] is None else self._reason(choice)
+                    yield Piece(np.array(tokens, np.int32), np.array(logprobs, np.float32), spans, reason)
+
+    def streams(self, params: SamplingParams) -> bool:
+        """See Engine.streams."""
+        return not params.restricted and params.routing_from is None
+
+    async def _body(self, prompt_ids: Sequence[int], params: SamplingParams) -> dict[str, Any]:
         require_unrestricted(params, "openai")
         body: dict[str, Any] = {
             "model": self._model,
-            "prompt": list(prompt_ids),
+            "prompt": [int(token) for token in prompt_ids],
             "max_tokens": params.max_tokens,
             "temperature": params.temperature,
             "top_p": 1,
@@ -64,8 +95,7 @@ class OpenAIEngine(StreamsWhole):
             body["policy_version"] = self._version
         else:
             body |= {"seed": params.seed & SEED_BITS, "top_k": -1}
-        answer = await self._client.call("POST", "/completions", body)
-        return self._completion(answer)
+        return body
 
     async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> list[float]:
         """See Engine.score. vLLM supports temperature 1 only."""
@@ -138,18 +168,23 @@ class OpenAIEngine(StreamsWhole):
                 f" {self._directory or 'DIRECTORY'} --served-model-name {self._model}`, and run this again"
             )
 
-    def _completion(self, answer: dict[str, Any]) -> Completion:
-        (choice,) = answer["choices"]
-        tokens, logprobs = choice.get("token_ids"), (choice.get("logprobs") or {}).get("token_logprobs")
-        if tokens is None or logprobs is None or len(tokens) != len(logprobs):
+    def _tokens(self, choice: dict[str, Any], model: str) -> tuple[list[int], list[float], list[tuple[str, int, int]]]:
+        """Ids, logprobs and spans of the tokens in an answer, or in a part of it. model: named in it."""
+        tokens, logprobs = choice.get("token_ids"), (choice.get("logprobs") or {}).get("token_logprobs") or []
+        if tokens is None and not choice.get("text"):  # as in vLLM's last event
+            tokens = []
+        if tokens is None or len(tokens) != len(logprobs):
             raise EngineError(f"{self._base} returned no token ids with logprobs: it must support return_token_ids")
         spans = choice.get("policy_spans")
         if spans is None:
-            spans = [(self._version or str(answer["model"]), 0, len(tokens))]
+            spans = [(self._version or model, 0, len(tokens))] if tokens else []
+        return tokens, logprobs, [(str(version), int(start), int(end)) for version, start, end in spans]
+
+    def _reason(self, choice: dict[str, Any]) -> FinishReason:
         reason = _REASONS.get(choice["finish_reason"])
         if reason is None:
             raise EngineError(
                 f"{self._base} ended a completion with {choice['finish_reason']!r}: this client knows stop, length,"
                 " abort"
             )
-        return Completion(tokens, logprobs, [(str(v), int(start), int(end)) for v, start, end in spans], reason)
+        return reason

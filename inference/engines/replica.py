@@ -6,11 +6,13 @@ import asyncio
 import math
 import random
 import time
-from collections.abc import Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from contextlib import aclosing
 from typing import Any, TypeVar
 
 from contracts.errors import TriplaneError
 from contracts.retries import backoff_s
+from inference.engines.base import Piece, SamplingParams
 from inference.engines.config import VllmConfig
 from inference.engines.marks import unproven
 from inference.engines.policies import PolicyFiles, Preparer
@@ -109,20 +111,39 @@ class Replica:
 
     async def ask(self, call: Coroutine[Any, Any, T]) -> T:
         """Result of a call of `engine`, counted as load."""
+        self.in_flight += 1
+        try:
+            result = await self._unless_lost(call)
+        finally:
+            self.in_flight -= 1
+        self._failures = 0
+        return result
+
+    async def stream(self, prompt_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Piece]:
+        """Stream of `engine`, counted as load."""
+        self.in_flight += 1
+        try:
+            async with aclosing(self.engine.stream(prompt_ids, params)) as pieces:
+                while (piece := await self._unless_lost(_next(pieces))) is not None:
+                    yield piece
+        finally:
+            self.in_flight -= 1
+        self._failures = 0
+
+    async def _unless_lost(self, call: Coroutine[Any, Any, T]) -> T:
+        """Result of a call. Raises EngineUnreachable if the server is abandoned meanwhile."""
         assert self._lost is not None, "asked after an update"
         lost, task = self._lost, asyncio.ensure_future(call)
-        self.in_flight += 1
         try:
             both: set[asyncio.Future[Any]] = {task, lost}
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
                 raise EngineUnreachable(f"{self.url} does not reply any more: the call goes to another server")
-            result = task.result()
+            return task.result()
         finally:
-            self.in_flight -= 1
-            task.cancel()
-        self._failures = 0
-        return result
+            if not task.done():
+                task.cancel()
+                await asyncio.wait([task])
 
     async def close(self) -> None:
         """Close the connections; the server keeps running."""
@@ -134,3 +155,8 @@ class Replica:
         await self.engine.close()
         if self._sidecar is not None:
             await self._sidecar.close()
+
+
+async def _next(pieces: AsyncGenerator[Piece]) -> Piece | None:
+    """The next piece; None: there is none."""
+    return await anext(pieces, None)

@@ -11,15 +11,17 @@ import logging
 import math
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from contracts.errors import TriplaneError
 from contracts.retries import backoff_s
-from inference.engines.base import Completion, Engine, Piece, SamplingParams, check_streamable
+from inference.engines.base import Completion, Engine, Piece, SamplingParams, check_streamable, collect
 from inference.engines.builtin import BuiltinEngine
-from inference.engines.tries import REPLICA_FAULTS, TRIES, common_error, router_arguments, send_call
+from inference.engines.hedging import Hedging, Request, Streams
+from inference.engines.tries import choose_other, common_error, router_arguments, send_call
 from inference.errors import EngineError, EngineStopped
 from inference.router import Batch, Decision, Namespace, Router
 from inference.router.subscriber import Subscriptions, require_packages
@@ -64,12 +66,26 @@ class _Replica:
         self.fault, self._failures, self.due = None, 0, 0.0
 
 
+async def _pieces(replica: _Replica, prompt: Sequence[int], params: SamplingParams) -> AsyncGenerator[Piece]:
+    """Pieces of a replica, which is well if they end."""
+    async with aclosing(replica.engine.stream(prompt, params)) as pieces:
+        async for piece in pieces:
+            yield piece
+    replica.well()
+
+
 class RoutedEngine:
     """See inference.engines.base.Engine. Belongs to one event loop."""
 
-    def __init__(self, replicas: Sequence[Member], directory: Path, version: str) -> None:
-        """replicas: for the checkpoint in `directory`. Raises ConfigError if a package for events is missing."""
+    def __init__(
+        self, replicas: Sequence[Member], directory: Path, version: str, hedging_delay_s: float | None = None
+    ) -> None:
+        """replicas: for the checkpoint in `directory`. hedging_delay_s: as in RoutedConfig. Raises ConfigError if a
+        package for events is missing.
+        """
         self._directory, self._version = directory, version
+        self.hedging = None if hedging_delay_s is None else Hedging(hedging_delay_s)
+        """None: nothing is hedged."""
         self._router = Router(Namespace(version))
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lock = asyncio.Lock()
@@ -77,35 +93,28 @@ class RoutedEngine:
         self._replicas: dict[str, _Replica] = {}
         for each in replicas:
             self._replicas[each.name] = _Replica(each, each.open(self._listener(each.name)))
+        self._streams = Streams(self._router, self._begun, _pieces, self._leave_out)
         self._events = Subscriptions(self._router, None)
         if any(each.events is not None for each in replicas):
             require_packages()
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
         """See Engine.generate. Turns of an episode, which have the same seed, are a session of the router."""
+        if self.hedging is not None and self.streams(params):
+            return await collect(self.stream(prompt_ids, params))
         return await self._call(lambda engine: engine.generate(prompt_ids, params), prompt_ids, params)
 
     async def stream(self, prompt_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Piece]:
-        """See Engine.stream. A fault before the first piece is repeated at another replica, a later one is raised."""
+        """See Engine.stream. After a fault another replica samples the rest."""
         check_streamable(params)
-        for attempt in range(1, TRIES + 1):
-            replica, decision = await self._chosen(prompt_ids, params)
-            began, sampled = time.monotonic(), 0
-            pieces = replica.engine.stream(prompt_ids, params)
-            try:
-                async for piece in pieces:
-                    sampled += len(piece.token_ids)
-                    yield piece
-                self._router.finish(decision, seconds=time.monotonic() - began, sampled=sampled)
-                replica.well()
-                return
-            except REPLICA_FAULTS as error:
-                self._leave_out(replica, error)
-                if sampled or attempt == TRIES:
-                    raise
-            finally:
-                await pieces.aclose()
-                self._router.finish(decision)
+        request = Request(prompt_ids, params, self.hedging if self.streams(params) else None)
+        async with aclosing(self._streams.of(request)) as pieces:
+            async for piece in pieces:
+                yield piece
+
+    def streams(self, params: SamplingParams) -> bool:
+        """See Engine.streams."""
+        return all(each.engine.streams(params) for each in self._replicas.values())
 
     async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> list[float]:
         """See Engine.score."""
@@ -157,6 +166,15 @@ class RoutedEngine:
         decision = self._router.choose(prompt, **router_arguments(params))
         self._router.begin(decision)
         return self._replicas[decision.replica], decision
+
+    async def _begun(
+        self, prompt: Sequence[int], params: SamplingParams, beside: Sequence[str]
+    ) -> tuple[_Replica, Decision] | None:
+        """See hedging.Choose."""
+        if not beside:
+            return await self._chosen(prompt, params)
+        decision = choose_other(self._router, prompt, params, beside)
+        return None if decision is None else (self._replicas[decision.replica], decision)
 
     async def _ready(self) -> None:
         if self._closed:

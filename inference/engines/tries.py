@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from typing import TypedDict, TypeVar
 
 from contracts.errors import TriplaneError
@@ -32,6 +32,20 @@ def router_arguments(params: SamplingParams | None) -> RouterArguments:
     if params is None:
         return {"max_tokens": 1}
     return {"max_tokens": params.max_tokens, "session": str(params.seed), "group": params.group}
+
+
+def choose_other(
+    router: Router, prompt: Sequence[int], params: SamplingParams, beside: Collection[str]
+) -> Decision | None:
+    """Begin a request at another replica than those `beside`; None if there is no other. Its session stays where it
+    is.
+    """
+    if set(router.replicas) <= set(beside):
+        return None
+    with router.hidden(beside):
+        decision = router.choose(prompt, max_tokens=params.max_tokens, group=params.group)
+    router.begin(decision)
+    return decision
 
 
 async def send_call(

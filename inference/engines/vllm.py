@@ -13,13 +13,23 @@ import asyncio
 import base64
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
 from contracts.errors import SchemaError
 from contracts.routing import Routes, decode_routes
-from inference.engines.base import Completion, FinishReason, SamplingParams, StreamsWhole, require_unrestricted
+from inference.engines.base import (
+    Completion,
+    FinishReason,
+    Piece,
+    SamplingParams,
+    check_streamable,
+    empty_piece,
+    piece_of,
+    require_unrestricted,
+)
 from inference.engines.config import VllmConfig
 from inference.engines.http import JsonClient
 from inference.engines.marks import UNMARKED, read_spans
@@ -32,6 +42,7 @@ from inference.grammar.compiled import Vocabulary
 from inference.grammar.replay import with_supports
 
 _REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+_GENERATE = "/inference/v1/generate"
 Placer = Callable[[PolicyFiles, bool], Awaitable[Path]]
 """Puts the files of a policy where the server reads them, and returns that folder. The flag: as float32 weights."""
 _log = logging.getLogger(__name__)
@@ -42,7 +53,7 @@ async def _place_here(files: PolicyFiles, plain: bool) -> Path:
     return await asyncio.to_thread(served_directory, files, plain)
 
 
-class VllmEngine(StreamsWhole):
+class VllmEngine:
     """See inference.engines.base.Engine.
 
     Belongs to one event loop. `keeper` outlives it; without a keeper, a server that it starts ends with it.
@@ -81,6 +92,43 @@ class VllmEngine(StreamsWhole):
 
         If the server is dead, another one is started before the error is raised.
         """
+        client, body = await self._request(prompt_ids, params)
+        try:
+            answer = await client.call("POST", _GENERATE, body)
+        except (EngineUnreachable, EngineStopped):
+            if self._waits:
+                await self._recovered(client)
+            raise
+        return await self._made(answer, params)
+
+    async def stream(self, prompt_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Piece]:
+        """See Engine.stream. The tokens come at the end, when the server tells their versions; before them, an empty
+        piece as soon as there is one.
+        """
+        check_streamable(params)
+        client, body = await self._request(prompt_ids, params)
+        tokens, content, last = list[int](), list[dict[str, Any]](), dict[str, Any]()
+        try:
+            async with aclosing(client.events(_GENERATE, body | {"stream": True})) as events:
+                async for event in events:
+                    for last in event["choices"]:
+                        if not tokens and last["token_ids"]:
+                            yield empty_piece()
+                        tokens += last["token_ids"] or []
+                        content += (last["logprobs"] or {}).get("content") or []
+        except (EngineUnreachable, EngineStopped):
+            if self._waits:
+                await self._recovered(client)
+            raise
+        whole = last | {"token_ids": tokens, "logprobs": {"content": content}}
+        yield piece_of(await self._made({"choices": [whole]}, params))
+
+    def streams(self, params: SamplingParams) -> bool:
+        """See Engine.streams."""
+        return params.routing_from is None
+
+    async def _request(self, prompt_ids: Sequence[int], params: SamplingParams) -> tuple[JsonClient, dict[str, Any]]:
+        """Client of a server of the policy, and the body of a request."""
         if params.top_p < 1.0:
             require_unrestricted(params, "vllm")
         if params.grammar is not None and params.begun:
@@ -106,13 +154,11 @@ class VllmEngine(StreamsWhole):
             sampling["structured_outputs"] = {"structural_tag": params.grammar}
         if params.routing_from is not None:
             sampling["routed_experts_prompt_start"] = params.routing_from
-        body = {"token_ids": list(prompt_ids), "sampling_params": sampling, "cache_salt": self._version}
-        try:
-            answer = await client.call("POST", "/inference/v1/generate", body)
-        except (EngineUnreachable, EngineStopped):
-            if self._waits:
-                await self._recovered(client)
-            raise
+        tokens = [int(token) for token in prompt_ids]
+        return client, {"token_ids": tokens, "sampling_params": sampling, "cache_salt": self._version}
+
+    async def _made(self, answer: dict[str, Any], params: SamplingParams) -> Completion:
+        """The completion in an answer, its versions proven."""
         completion = self._completion(answer, routed=params.routing_from is not None)
         if params.grammar is None:
             return completion

@@ -261,21 +261,39 @@ class Router:
 
         Idempotent.
         """
-        place = decision.place
+        if not self._over(decision) or seconds is None:
+            return
+        if sampled:
+            self._length = sampled if self._length is None else self._length + (sampled - self._length) / _LENGTHS
+        computed, rates = decision.prompt - decision.cached + decision.ahead, self._columns.rates
+        self._took(decision, rates.expected(computed, sampled), seconds)
+        rates.learn(computed, sampled, seconds)
+
+    def expected_s(self, decision: Decision) -> float:
+        """Seconds after which the first token of a request that has begun is expected of a replica like the others."""
+        return self._columns.rates.expected(decision.prompt - decision.cached + decision.ahead, 1)
+
+    def outpaced(self, decision: Decision, seconds: float) -> None:
+        """A request is over because another replica was faster: this one sampled nothing in `seconds`. Idempotent."""
+        expected = self.expected_s(decision)
+        if self._over(decision) and seconds > expected:
+            self._took(decision, expected, seconds)
+
+    def _over(self, decision: Decision) -> bool:
+        """A request is not in flight any more. Returns whether it was."""
         flying = self._open.get(decision.replica, set())
         if decision not in flying:
-            return
+            return False
         flying.remove(decision)
         self.changes += 1
-        computed = decision.prompt - decision.cached
-        self._columns.load(place, InFlight(-1, -decision.prompt - decision.output, -computed))
-        if seconds is not None:
-            if sampled:
-                self._length = sampled if self._length is None else self._length + (sampled - self._length) / _LENGTHS
-            rates, slowness = self._columns.rates, self._slowness[decision.replica]
-            slowness.learn(rates.expected(computed + decision.ahead, sampled), seconds)
-            rates.learn(computed + decision.ahead, sampled, seconds)
-            self._columns.pace(place, slowness.value)
+        load = InFlight(-1, -decision.prompt - decision.output, decision.cached - decision.prompt)
+        self._columns.load(decision.place, load)
+        return True
+
+    def _took(self, decision: Decision, expected: float, seconds: float) -> None:
+        slowness = self._slowness[decision.replica]
+        slowness.learn(expected, seconds)
+        self._columns.pace(decision.place, slowness.value)
 
     def end(self, session: str) -> None:
         """A session comes back no more. Unknown ones are ignored."""

@@ -13,6 +13,13 @@ class _Request(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+class StreamOptions(_Request):
+    """What a stream has beside tokens."""
+
+    include_usage: bool = False
+    """A last event with the numbers of tokens."""
+
+
 class _Sampling(_Request):
     """Parameters of both completion endpoints."""
 
@@ -26,15 +33,16 @@ class _Sampling(_Request):
     """Only 1: one completion per request."""
     seed: int | None = None
     """Determines all random numbers. Default: the server draws a seed."""
-    stream: bool = False
-    """Must be false."""
     user: str | None = None
     """Ignored."""
+    stream: bool = False
+    """Send the answer in parts, while it is sampled, as server-sent events."""
+    stream_options: StreamOptions | None = None
 
     @model_validator(mode="after")
-    def _refuse_streaming(self) -> Self:
-        if self.stream:
-            raise ValueError("streaming is not supported: send stream=false")
+    def _options_fit(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options are those of a stream: send stream=true, or leave them out")
         return self
 
 

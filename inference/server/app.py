@@ -1,7 +1,7 @@
 """HTTP application: routes for one engine.
 
-request JSON -> pydantic model -> engine -> OpenAI-shaped answer     any TriplaneError -> {"error": {message, type,
-                                                                     code}}
+request JSON -> pydantic model -> engine -> OpenAI-shaped answer, or a stream of events with parts of it (streaming)
+any TriplaneError -> {"error": {message, type, code}}
 
 A server that can't serve the live policy is withdrawn: /health and new completions return 503 until weights are loaded.
 Requests in flight finish. Before its first policy, /health returns 200 and everything else 503. /ready tells whether to
@@ -13,14 +13,15 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from contracts.chat import ChatTokenizer
@@ -30,14 +31,18 @@ from inference.engines.openai import OWNER
 from inference.errors import BadRequest, NoPolicyYet, StaleVersion, Withdrawn
 from inference.fleet.probe import VERSION
 from inference.server.api import ChatRequest, CompletionRequest, LoadRequest, ScoreRequest, WithdrawRequest
-from inference.server.chat import answer_message, prompt_tokens
+from inference.server.chat import prompt_tokens
+from inference.server.choices import ChatParts, CompletionParts, chat_choice, completion_choice
 from inference.server.readiness import Readiness
 from inference.server.replies import disconnected, error_reply, explain
+from inference.server.streaming import begin_events
 
 CHAT_TOKENS = 1024
 Opener = Callable[[Path, str], tuple[Engine, ChatTokenizer | None]]
 """Opens the engine for the first policy: directory, version -> engine, tokenizer (None: token ids only)."""
 _Body = TypeVar("_Body", bound=BaseModel)
+_Reply = dict[str, Any] | AsyncGenerator[dict[str, Any]]
+"""An answer, or the parts of one that is streamed."""
 
 
 class Application:
@@ -114,44 +119,53 @@ class Application:
         entry = {"id": self._model, "object": "model", "owned_by": OWNER, "version": await self._engine.version()}
         return JSONResponse({"object": "list", "data": [entry]})
 
-    async def _complete(self, body: CompletionRequest, pin: str | None) -> dict[str, Any]:
+    async def _complete(self, body: CompletionRequest, pin: str | None) -> _Reply:
         prompt = body.prompt
         if isinstance(prompt, str):
             prompt = self._text().encode_text(prompt)
-        completion = await self._generate(prompt, body.max_tokens, tuple(body.stop_token_ids), body, pin)
-        choice: dict[str, Any] = {
-            "index": 0,
-            "text": self._tokenizer.decode(completion.token_ids) if self._tokenizer else "",
-            "finish_reason": completion.finish_reason,
-            "logprobs": None,
-        }
-        if body.logprobs is not None:
-            choice["logprobs"] = {
-                "token_logprobs": completion.logprobs,
-                "tokens": [f"token_id:{token}" for token in completion.token_ids],
-            }
-        if body.return_token_ids:
-            choice |= {"token_ids": completion.token_ids, "policy_spans": completion.spans}
-        return self._envelope("text_completion", choice, len(prompt), completion)
+        params = await self._params(body.max_tokens, tuple(body.stop_token_ids), body)
+        if body.stream:
+            return self._parts("text_completion", prompt, params, body, pin, CompletionParts(body, self._tokenizer))
+        made = await self._generate(prompt, params, pin)
+        text = self._tokenizer.decode(made.token_ids) if self._tokenizer else ""
+        choice = completion_choice(body, text, made.token_ids, made.logprobs, made.spans)
+        choice["finish_reason"] = made.finish_reason
+        return self._envelope("text_completion", choice, len(prompt), len(made.token_ids))
 
-    async def _chat(self, body: ChatRequest, pin: str | None) -> dict[str, Any]:
+    async def _chat(self, body: ChatRequest, pin: str | None) -> _Reply:
         tokenizer = self._text()
         prompt = prompt_tokens(tokenizer, body.messages, body.tools)
         count = body.max_completion_tokens or body.max_tokens or CHAT_TOKENS
-        completion = await self._generate(prompt, count, (tokenizer.end_of_turn, tokenizer.pad), body, pin)
-        message, reason = answer_message(tokenizer.decode(completion.token_ids), secrets.token_hex(4))
-        choice: dict[str, Any] = {
-            "index": 0,
-            "message": message,
-            "finish_reason": reason if completion.finish_reason == "stop" else completion.finish_reason,
-            "logprobs": None,
-        }
-        if body.logprobs:
-            pairs = zip(completion.token_ids, completion.logprobs, strict=True)
-            choice["logprobs"] = {
-                "content": [{"token": tokenizer.decode([token]), "logprob": value} for token, value in pairs]
-            }
-        return self._envelope("chat.completion", choice, len(prompt), completion)
+        params = await self._params(count, (tokenizer.end_of_turn, tokenizer.pad), body)
+        if body.stream:
+            return self._parts("chat.completion.chunk", prompt, params, body, pin, ChatParts(body, tokenizer))
+        made = await self._generate(prompt, params, pin)
+        choice = chat_choice(body, tokenizer, made)
+        return self._envelope("chat.completion", choice, len(prompt), len(made.token_ids))
+
+    async def _parts(
+        self,
+        kind: str,
+        prompt: list[int],
+        params: SamplingParams,
+        body: CompletionRequest | ChatRequest,
+        pin: str | None,
+        parts: CompletionParts | ChatParts,
+    ) -> AsyncGenerator[dict[str, Any]]:
+        """Parts of an answer, while it is sampled."""
+        if pin is not None:
+            raise BadRequest(
+                f"the header {VERSION} pins whole answers, which are proven at their end: send stream=false, or leave"
+                " the header out"
+            )
+        made, answer = 0, self._envelope(kind, {}, 0, 0)
+        del answer["usage"]
+        async with aclosing(self._engine.stream(prompt, params)) as pieces:
+            async for piece in pieces:
+                made += len(piece.token_ids)
+                yield answer | {"choices": [parts.choice(piece)]}
+        if body.stream_options is not None and body.stream_options.include_usage:
+            yield answer | {"choices": [], "usage": _usage(len(prompt), made)}
 
     async def _score(self, body: ScoreRequest, pin: str | None) -> dict[str, Any]:
         await self._check_version(body.policy_version)
@@ -168,14 +182,17 @@ class Application:
         self.readiness.withdrawn = body.reason
         return {"object": "policy", "version": await self._engine.version(), "withdrawn": body.reason}
 
-    async def _generate(
-        self,
-        prompt: list[int],
-        count: int,
-        stops: tuple[int, ...],
-        body: CompletionRequest | ChatRequest,
-        pin: str | None,
-    ) -> Completion:
+    async def _generate(self, prompt: list[int], params: SamplingParams, pin: str | None) -> Completion:
+        completion = await self._engine.generate(prompt, params)
+        others = {version for version, _, _ in completion.spans} - {pin}
+        if pin is not None and others:
+            raise StaleVersion(f"policy {pin} was asked for, but {', '.join(sorted(others))} sampled: ask elsewhere")
+        return completion
+
+    async def _params(
+        self, count: int, stops: tuple[int, ...], body: CompletionRequest | ChatRequest
+    ) -> SamplingParams:
+        """Parameters for a request. Raises Withdrawn and StaleVersion if it can't be served."""
         if self.readiness.withdrawn is not None:
             raise Withdrawn(
                 f"this server is withdrawn ({self.readiness.withdrawn}): use another one, or load the live policy here"
@@ -183,11 +200,7 @@ class Application:
         if isinstance(body, CompletionRequest):
             await self._check_version(body.policy_version)
         seed = secrets.randbits(63) if body.seed is None else body.seed
-        completion = await self._engine.generate(prompt, SamplingParams(body.temperature, count, seed, stops))
-        others = {version for version, _, _ in completion.spans} - {pin}
-        if pin is not None and others:
-            raise StaleVersion(f"policy {pin} was asked for, but {', '.join(sorted(others))} sampled: ask elsewhere")
-        return completion
+        return SamplingParams(body.temperature, count, seed, stops)
 
     async def _check_version(self, wanted: str | None) -> None:
         serving = await self._engine.version()
@@ -200,26 +213,29 @@ class Application:
             raise BadRequest("the policy's directory has no tokenizer.json: send token ids to /v1/completions")
         return self._tokenizer
 
-    def _envelope(self, kind: str, choice: dict[str, Any], prompt: int, completion: Completion) -> dict[str, Any]:
-        made = len(completion.token_ids)
+    def _envelope(self, kind: str, choice: dict[str, Any], prompt: int, made: int) -> dict[str, Any]:
         return {
             "id": f"cmpl-{secrets.token_hex(8)}",
             "object": kind,
             "created": int(time.time()),
             "model": self._model,
             "choices": [choice],
-            "usage": {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made},
+            "usage": _usage(prompt, made),
         }
 
 
+def _usage(prompt: int, made: int) -> dict[str, int]:
+    return {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
+
+
 def _json(
-    model: type[_Body], handler: Callable[[_Body, str | None], Awaitable[dict[str, Any]]]
-) -> Callable[[Request], Awaitable[JSONResponse]]:
+    model: type[_Body], handler: Callable[[_Body, str | None], Awaitable[_Reply]]
+) -> Callable[[Request], Awaitable[Response]]:
     """Route that validates the body of its requests, and that a reply is of the policy version that they are pinned to
     (header `X-Policy-Version`).
     """
 
-    async def route(request: Request) -> JSONResponse:
+    async def route(request: Request) -> Response:
         pin = request.headers.get(VERSION) or None
         try:
             body = model.model_validate_json(await request.body())
@@ -227,13 +243,20 @@ def _json(
             first = error.errors(include_url=False)[0]
             where = ".".join(str(part) for part in first["loc"]) or "the body"
             return error_reply(400, f"{where}: {first['msg']}", "invalid_request")
-        work = asyncio.ensure_future(handler(body, pin))
+
+        async def replied() -> Response:
+            reply = await handler(body, pin)
+            if not isinstance(reply, dict):
+                return await begin_events(reply)
+            return JSONResponse(reply, headers=None if pin is None else {VERSION: pin})
+
+        work = asyncio.ensure_future(replied())
         gone = asyncio.ensure_future(disconnected(request))
         try:
             await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
                 return error_reply(499, "the client disconnected", "cancelled")
-            return JSONResponse(await work, headers=None if pin is None else {VERSION: pin})
+            return await work
         finally:
             work.cancel()
             gone.cancel()

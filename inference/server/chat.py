@@ -69,6 +69,31 @@ def answer_message(text: str, answer_id: str) -> tuple[dict[str, Any], str]:
     return {"role": "assistant", "content": before or None, "tool_calls": calls}, "tool_calls"
 
 
+class MessageParts:
+    """Content of an assistant's message, while its text is sampled. Tool calls are known at its end."""
+
+    def __init__(self) -> None:
+        self._text = self._sent = ""
+
+    def add(self, text: str) -> str:
+        """Further content, with as much of the text as can't be part of a call or of the markup after the message."""
+        self._text += text
+        sure, call, _ = self._text.partition(CALL_START)
+        if not call:
+            marks = (mark[:length] for mark in (CALL_START, TURN_END) for length in range(len(mark), 0, -1))
+            sure = sure.removesuffix(max((mark for mark in marks if sure.endswith(mark)), key=len, default=""))
+        more = sure.rstrip("\n")[len(self._sent) :]
+        self._sent += more
+        return more
+
+    def end(self, answer_id: str) -> tuple[dict[str, Any], str]:
+        """What is left of the message, and its finish reason: see `answer_message`."""
+        message, reason = answer_message(self._text, answer_id)
+        left = {"content": (message["content"] or "")[len(self._sent) :]}
+        calls = [{"index": place, **call} for place, call in enumerate(message.get("tool_calls", ()))]
+        return left | ({"tool_calls": calls} if calls else {}), reason
+
+
 def _leading(messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[list[tuple[str, str]], int]:
     """Messages before the first assistant turn, with the tools described first, and their number."""
     index = 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
@@ -11,26 +13,36 @@ from inference.errors import EngineStopped, NoPolicyYet, RequestTooLong, StaleVe
 
 async def explain(request: Request, error: Exception) -> JSONResponse:
     """Reply for an error of a handler."""
+    status, content = error_of(error)
+    return JSONResponse(content, status)
+
+
+def error_of(error: Exception) -> tuple[int, dict[str, Any]]:
+    """Status and body for an error of a handler."""
     match error:
         case StaleVersion():
-            return error_reply(409, str(error), "stale_policy_version")
+            return 409, error_body(str(error), "stale_policy_version")
         case Withdrawn():
-            return error_reply(503, str(error), "withdrawn", kind="server_error")
+            return 503, error_body(str(error), "withdrawn", "server_error")
         case NoPolicyYet():
-            return error_reply(503, str(error), "no_policy_yet", kind="server_error")
+            return 503, error_body(str(error), "no_policy_yet", "server_error")
         case RequestTooLong():
-            return error_reply(400, str(error), "context_length_exceeded")
+            return 400, error_body(str(error), "context_length_exceeded")
         case EngineStopped():
-            return error_reply(503, str(error), "engine_stopped", kind="server_error")
+            return 503, error_body(str(error), "engine_stopped", "server_error")
         case TriplaneError():
-            return error_reply(400, str(error), "invalid_request")
-    said = f"the server failed ({type(error).__name__}): see its log"
-    return error_reply(500, said, "internal", kind="server_error")
+            return 400, error_body(str(error), "invalid_request")
+    return 500, error_body(f"the server failed ({type(error).__name__}): see its log", "internal", "server_error")
+
+
+def error_body(message: str, code: str, kind: str = "invalid_request_error") -> dict[str, Any]:
+    """Error in OpenAI's format."""
+    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
 
 
 def error_reply(status: int, message: str, code: str, kind: str = "invalid_request_error") -> JSONResponse:
-    """Error in OpenAI's format."""
-    return JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": code}}, status_code=status)
+    """Reply with an error in OpenAI's format."""
+    return JSONResponse(error_body(message, code, kind), status_code=status)
 
 
 async def disconnected(request: Request) -> None:

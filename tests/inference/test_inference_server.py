@@ -1,4 +1,5 @@
 import asyncio
+import json
 import re
 import signal
 import subprocess
@@ -15,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from contracts.chat import SPECIAL_TOKENS, ChatTokenizer, ToolCallText
 from inference.engines import BuiltinConfig, OpenAIConfig, open_engine
-from inference.engines.base import SamplingParams
+from inference.engines.base import SamplingParams, collect
 from inference.engines.builtin import BuiltinEngine
 from inference.engines.openai import OpenAIEngine
 from inference.errors import EngineError, EngineUnreachable, RequestTooLong, StaleVersion
@@ -146,10 +147,87 @@ async def test_chat_answers_in_text_with_the_prompt_that_the_chat_contract_makes
     assert logprobs == direct["choices"][0]["logprobs"]["token_logprobs"]
 
 
+async def events_of(
+    client: httpx.AsyncClient, body: dict[str, Any], path: str = "/completions"
+) -> list[dict[str, Any]]:
+    """Events of a stream, which must end with [DONE]."""
+    async with client.stream("POST", path, json=body | {"stream": True}) as reply:
+        assert reply.headers["content-type"].startswith("text/event-stream")
+        lines = [line.removeprefix("data: ") async for line in reply.aiter_lines() if line]
+    assert lines.pop() == "[DONE]"
+    return [json.loads(line) for line in lines]
+
+
+async def test_a_stream_has_the_completion_in_parts(served: tuple[str, Path, Path], client: httpx.AsyncClient) -> None:
+    body = {"prompt": [1, 2, 3], "max_tokens": 200, "seed": 5, "logprobs": 1, "return_token_ids": True}
+    whole = (await client.post("/completions", json=body)).json()
+    found = await events_of(client, body | {"stream_options": {"include_usage": True}})
+    usage, parts = found.pop(), [each["choices"][0] for each in found]
+    assert usage["choices"] == [] and usage["usage"] == whole["usage"] and "usage" not in found[0]
+    assert len(parts) > 1 and len({each["id"] for each in found}) == 1
+    (choice,) = whole["choices"]
+    assert "".join(each["text"] for each in parts) == choice["text"]
+    assert [token for each in parts for token in each["token_ids"]] == choice["token_ids"]
+    logprobs = [value for each in parts for value in each["logprobs"]["token_logprobs"]]
+    assert logprobs == choice["logprobs"]["token_logprobs"]
+    assert [each["finish_reason"] for each in parts] == [None] * (len(parts) - 1) + [choice["finish_reason"]]
+    plain = await events_of(client, {"prompt": "def", "max_tokens": 3})
+    assert {"token_ids", "policy_spans"}.isdisjoint(plain[0]["choices"][0])
+
+
+async def test_a_streamed_message_has_the_content_of_the_whole_one(client: httpx.AsyncClient) -> None:
+    for seed in range(3):
+        body = {"messages": [{"role": "user", "content": "fix it"}], "seed": seed, "max_tokens": 60, "logprobs": True}
+        (whole,) = (await client.post("/chat/completions", json=body)).json()["choices"]
+        found = [each["choices"][0] for each in await events_of(client, body, "/chat/completions")]
+        deltas = [each["delta"] for each in found]
+        assert [each.get("role") for each in deltas] == ["assistant"] + [None] * (len(deltas) - 1)
+        assert "".join(each["content"] for each in deltas) == (whole["message"]["content"] or "")
+        assert [entry for each in found for entry in each["logprobs"]["content"]] == whole["logprobs"]["content"]
+        assert found[-1]["finish_reason"] == whole["finish_reason"]
+
+
+async def test_the_client_streams_what_the_engine_streams(served: tuple[str, Path, Path]) -> None:
+    local = open_engine(BuiltinConfig(threads=1), served[1], "first")
+    remote = open_engine(OpenAIConfig(base_url=served[0]), served[1], "first")
+    params = SamplingParams(0.9, 200, seed=2**64 - 1, stop_token_ids=(5,))
+    pieces = [piece async for piece in remote.stream([1, 2, 3], params)]
+    assert len(pieces) > 1 and remote.streams(params)
+    assert await collect(remote.stream([1, 2, 3], params)) == await local.generate([1, 2, 3], params)
+    with pytest.raises(RequestTooLong, match="256"):
+        await collect(remote.stream([1] * 256, params))
+    with pytest.raises(EngineError, match="use generate"):
+        await collect(remote.stream([1], SamplingParams(1.0, 2, 0, routing_from=0)))
+    await local.close()
+    await remote.close()
+
+
+async def test_a_stream_at_a_reload_has_both_versions_and_pins_nothing(
+    served: tuple[str, Path, Path], client: httpx.AsyncClient
+) -> None:
+    engine = OpenAIEngine(served[0], "policy")
+    other = OpenAIEngine(served[0], "policy", version="another")
+    with pytest.raises(StaleVersion, match="another was requested, but first is served"):
+        await collect(other.stream([1], SamplingParams(1.0, 2, 0)))
+    stream = engine.stream([1, 2], SamplingParams(1.0, 250, 3))
+    first = await anext(stream)
+    await engine.load_weights(served[2], "second")
+    rest = [piece async for piece in stream]
+    assert first.spans[0][0] == "first" and rest[-1].spans[-1][0] == "second"
+    pinned = await client.post(
+        "/completions", json={"prompt": [1], "stream": True}, headers={"x-policy-version": "first"}
+    )
+    assert pinned.status_code == 400 and "send stream=false" in pinned.json()["error"]["message"]
+    for each in (engine, other):
+        await each.close()
+
+
 @pytest.mark.parametrize(
     ("path", "body", "message"),
     [
-        ("/completions", {"prompt": "a", "stream": True}, "streaming is not supported"),
+        ("/completions", {"prompt": "a", "stream_options": {"include_usage": True}}, "those of a stream"),
+        ("/completions", {"prompt": [WORDS], "stream": True}, "tokenizer"),
+        ("/chat/completions", {"messages": [{"role": "tool", "content": "a"}], "stream": True}, "message"),
         ("/completions", {"prompt": [1], "max_tokens": 0}, "max_tokens"),
         ("/completions", {"prompt": [1], "top_pp": 0.5}, "top_pp"),
         ("/completions", {"prompt": []}, "at least one token"),
@@ -185,6 +263,9 @@ async def test_disconnected_client_frees_its_slot(served: tuple[str, Path, Path]
     for task in endless:
         task.cancel()
     await asyncio.gather(*endless, return_exceptions=True)
+    streams = [engine.stream([1], SamplingParams(1.0, 250, seed)) for seed in range(300)]
+    await asyncio.gather(*(anext(each) for each in streams))
+    await asyncio.gather(*(each.aclose() for each in streams))
     completion = await asyncio.wait_for(engine.generate([1, 2], SamplingParams(1.0, 3, seed=0)), 10)
     assert len(completion.token_ids) == 3
     await engine.close()

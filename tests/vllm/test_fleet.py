@@ -194,6 +194,35 @@ async def test_server_that_hangs_loses_its_calls_to_the_others(
     await engine.close()
 
 
+async def test_a_stream_tells_when_it_begins_and_has_proven_tokens_at_its_end(
+    servers: list[StubServer], policies: Policies
+) -> None:
+    engine = opened(servers, policies)
+    for each in servers:
+        each.tell(token_s=0.02)
+    pieces = [piece async for piece in engine.stream([1, 2, 3], params(5))]
+    assert [len(piece.token_ids) for piece in pieces] == [0, 4] and pieces[1].spans == [(FIRST, 0, 4)]
+    assert pieces[1].token_ids.tolist() == (await engine.generate([1, 2, 3], params(5))).token_ids
+    for each in servers[1:]:
+        each.tell(cut=2)
+    versions = [piece.spans[0][0] async for piece in engine.stream([7, 8, 9], params(6)) if len(piece.token_ids)]
+    assert versions == [FIRST], "a stream that breaks off is repeated at a server that is well"
+    await engine.close()
+
+
+async def test_a_turn_that_a_server_does_not_begin_is_sent_to_a_second_one(
+    servers: list[StubServer], policies: Policies
+) -> None:
+    engine = opened(servers, policies, hedging_delay_s=0.2)
+    assert engine.hedging is not None
+    await play(engine, range(2))
+    servers[0].tell(hold=3)
+    began = time.monotonic()
+    assert await play(engine, range(10, 26)) == [FIRST] * 16
+    assert engine.hedging.won and time.monotonic() - began < 3, "no turn waited for the slow server"
+    await engine.close()
+
+
 @pytest.mark.usefixtures("alone")
 async def test_server_that_names_another_policy_is_left_out_and_given_up_if_it_goes_on(
     servers: list[StubServer], policies: Policies

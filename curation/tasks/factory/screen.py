@@ -26,6 +26,8 @@ _AT_LEAST = min(4, os.cpu_count() or 1)
 """Least number of sandboxes that a screen uses, if it has as many candidates: starting one, and collecting its tests,
 takes as long as 50 candidates.
 """
+_WORKERS = 3
+"""Forks at once in a sandbox: what only waits is known to do so after a second."""
 _SCREEN_S = 3000.0
 """Deadline of a chunk, in seconds; envd allows 3600."""
 _WALL_S, _CPU_S = 90.0, 4.0
@@ -130,7 +132,7 @@ async def _chunk(requests: list[dict[str, Any]], guest: Guest, store: Store) -> 
     key = step_key("screen", {"guest": guest.digest, "requests": requests})
     found = recall(store, key)
     if found is None:
-        spec = {"candidates": requests, "wall_s": _WALL_S, "cpu_s": _CPU_S}
+        spec = {"candidates": requests, "wall_s": _WALL_S, "cpu_s": _CPU_S, "workers": _WORKERS}
         found = record(store, key, (await guest.run(spec, timeout_s=_SCREEN_S, env=_ENVIRONMENT))["candidates"])
     result: dict[str, Any] = found
     return result

@@ -117,7 +117,10 @@ class Handler(BaseHTTPRequestHandler):
         method = getattr(self, f"post_{url.path.rpartition('/')[2]}")
         found = method(body)
         self.served.answered(" ".join([call, body.get("new_version") or body.get("cache_salt") or ""]).strip())
-        self.answer(found)
+        if found and body.get("stream"):
+            self.stream(found["choices"][0])
+        else:
+            self.answer(found)
 
     def post_fault(self, body: dict[str, Any]) -> Any:
         self.served.fault = body
@@ -216,6 +219,24 @@ class Handler(BaseHTTPRequestHandler):
                 *({str(token): {"logprob": value}} for token, value in zip(tokens[1:], values, strict=True)),
             ]
         return {"choices": [choice], "prompt_logprobs": scored}
+
+    def stream(self, choice: dict[str, Any]) -> None:
+        """Send a choice token by token; the marks come with the last one. Fault `cut`: break off after so many."""
+        self.close_connection = True
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.end_headers()
+        content = choice["logprobs"]["content"]
+        for place, token in enumerate(choice["token_ids"]):
+            if place == self.served.fault.get("cut"):
+                return
+            last = place == len(content) - 1
+            part = {"index": 0, "token_ids": [token], "logprobs": {"content": [content[place]]}, "finish_reason": None}
+            part["weight_versions"] = choice["weight_versions"] if last else None
+            part["finish_reason"] = choice["finish_reason"] if last else None
+            self.wfile.write(f"data: {json.dumps({'choices': [part]})}\n\n".encode())
+            time.sleep(self.served.fault.get("token_s", 0))
+        self.wfile.write(b"data: [DONE]\n\n")
 
     def answer(self, body: Any) -> None:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
