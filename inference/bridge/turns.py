@@ -235,7 +235,7 @@ def parts_of(piece: Piece, pinned: str | None, *, restricted: bool) -> tuple[lis
     takes all. restricted: with supports; raises EngineError if the piece has none.
     """
     parts: list[Part] = []
-    if restricted and piece.supports is None:
+    if restricted and piece.supports is None and len(piece.token_ids):
         raise EngineError(
             "the engine does not tell what tokens were drawn from: restrict episodes of other engines only"
         )

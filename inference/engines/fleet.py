@@ -103,6 +103,8 @@ class FleetEngine:
 
     async def close(self) -> None:
         """See Engine.close. The servers keep running."""
+        if self.hedging is not None and not self._closed:
+            self.hedging.report()
         self._closed = True
         self._changed.set()
         if self._watching is not None:

@@ -12,6 +12,7 @@ send tokens while they are sampled. Source: Dean, Barroso, The Tail at Scale, 20
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
@@ -24,6 +25,7 @@ from inference.engines.tries import REPLICA_FAULTS, TRIES
 from inference.errors import EngineError
 from inference.router import Decision, Router
 
+_log = logging.getLogger(__name__)
 R = TypeVar("R")
 LATE = 2.0
 """Multiple of the expected seconds after which a first token is late."""
@@ -48,6 +50,11 @@ class Hedging:
     def delay_s(self, expected_s: float) -> float:
         """Seconds without a token after which to hedge a request whose first one is expected after `expected_s`."""
         return max(self._delay_s, LATE * expected_s)
+
+    def report(self) -> None:
+        """Log how often it was of use."""
+        if self.sent:
+            _log.info("hedged %d of %d turns; %d began at the second replica", self.sent, self.requests, self.won)
 
 
 @dataclass

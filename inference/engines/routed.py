@@ -134,6 +134,8 @@ class RoutedEngine:
 
     async def close(self) -> None:
         """See Engine.close."""
+        if self.hedging is not None and not self._closed:
+            self.hedging.report()
         self._closed = True
         await self._events.close()
         await asyncio.gather(*(each.engine.close() for each in self._replicas.values()))

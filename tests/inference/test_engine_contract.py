@@ -25,6 +25,7 @@ from inference.engines import (
     open_engine,
 )
 from inference.engines.builtin import BuiltinEngine
+from inference.engines.vllm import VllmEngine
 from inference.errors import EngineError, RequestTooLong
 from tests.inference.conftest import write_checkpoint
 from tests.inference.sglang_server import serving
@@ -135,6 +136,8 @@ async def test_an_engine_keeps_its_promises(engine: Engine, folders: tuple[Path,
     pieces = [piece async for piece in engine.stream(PROMPT, SamplingParams(1.0, 9, 0))]
     assert [int(token) for piece in pieces for token in piece.token_ids] == many[0].token_ids
     assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + ["length"]
+    if isinstance(engine, VllmEngine):
+        assert [len(piece.token_ids) for piece in pieces] == [0, 9], "it tells when it begins"
 
     with pytest.raises(RequestTooLong):
         await engine.generate([1] * 256, SamplingParams(1.0, 4, 0))

@@ -70,7 +70,10 @@ def opened(
 PROMPT, PARAMS = [5, 6, 7], SamplingParams(1.0, 20, 3, (11,))
 
 
-async def test_a_late_turn_goes_on_at_the_replica_with_the_first_token(policy: Path) -> None:
+async def test_a_late_turn_goes_on_at_the_replica_with_the_first_token(
+    policy: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
     engine, replicas, begun = opened(policy)
     expected = await replicas[0].inner.generate(PROMPT, PARAMS)
     released: dict[int, asyncio.Event] = {}
@@ -92,6 +95,8 @@ async def test_a_late_turn_goes_on_at_the_replica_with_the_first_token(policy: P
     slow = [name for name, each in engine._router._slowness.items() if each.value > 1]
     assert slow, "the router learns who was late"
     await engine.close()
+    await engine.close()
+    assert caplog.text.count("hedged 2 of 2 turns; 1 began at the second replica") == 1
 
 
 async def test_without_a_delay_or_another_replica_a_late_turn_is_waited_for(policy: Path) -> None:
