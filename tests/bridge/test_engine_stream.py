@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from inference.engines.base import Completion, Engine, Piece, SamplingParams, StreamsWhole
+from inference.bridge.turns import parts_of
+from inference.engines.base import Completion, Engine, Piece, SamplingParams, StreamsWhole, empty_piece
 from inference.engines.builtin import BuiltinEngine
 from inference.engines.delegating import DelegatingEngine
 from inference.engines.openai import OpenAIEngine
@@ -157,3 +158,8 @@ def test_engine_without_streaming_yields_its_completion_as_one_piece(policies: l
 
     engine = BuiltinEngine(policies[0], "v1", threads=1)
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("restricted", [True, False])
+def test_a_piece_without_tokens_has_no_parts(restricted: bool) -> None:
+    assert parts_of(empty_piece(), "v1", restricted=restricted) == ([], False)

@@ -24,7 +24,7 @@ from curation.tasks.factory.baseline import run_baseline
 from curation.tasks.factory.environment import surroundings_of
 from curation.tasks.factory.guest import Guest
 from curation.tasks.factory.make import MakeConfig, covered_functions, make_suite
-from curation.tasks.factory.screen import CHUNK, screen
+from curation.tasks.factory.screen import CHUNK, Emptied, screen
 from curation.tasks.factory.source import read_repository
 from curation.tasks.factory.strategies import Context, strategy_named
 from curation.tasks.factory.strategies.asked import Model
@@ -245,6 +245,47 @@ def test_more_candidates_than_one_sandbox_screens_give_tasks(tmp_path: Path, tru
         return len(kept.kept) / len(candidates)
 
     assert with_client(trusted, screened) > 0.5
+
+
+def test_the_screen_tells_which_tests_notice_a_function_that_does_nothing(tmp_path: Path, trusted: str) -> None:
+    code = (
+        "def add(a, b):\n    return a + b\n\n\n"
+        "def remember(value, kept=[]):\n    kept.append(value)\n    return None\n\n\n"
+        "def step(value):\n    return value - 1\n\n\n"
+        "def count_down(value):\n    while value is None or value > 0:\n        value = step(value)\n    return value\n"
+    )
+    test = (
+        "from pack.steps import add, count_down, remember\n\n\n"
+        "def test_add():\n    assert add(1, 2) == 3\n\n\n"
+        "def test_add_is_called():\n    add(1, 2)\n\n\n"
+        "def test_remember():\n    assert remember(1) is None\n\n\n"
+        "def test_count_down():\n    assert count_down(3) == 0\n"
+    )
+    source = package(tmp_path / "pack", {"pack/steps.py": code, "tests/test_steps.py": test})
+    store = open_store(str(tmp_path / "store"))
+    repository = read_repository(str(source), store)
+
+    async def screened(client: SandboxClient) -> dict[str, Emptied]:
+        guest = Guest(client, repository.tree, surroundings_of(repository, store))
+        baseline = await run_baseline(repository, guest, store)
+        found = {each.key: each for each in covered_functions(repository, baseline)}
+        screening = await screen([], found, baseline, guest, store, emptying=sorted(found))
+        assert screening.kept == [] and screening.reasons == {}
+        return screening.emptied
+
+    found = with_client(trusted, screened)
+    tests = {
+        name: sorted(test.split("::")[1] for test in found[f"pack/steps.py::{name}"].failed)
+        for name in ("add", "remember", "step", "count_down")
+    }
+    assert tests == {
+        "add": ["test_add"],
+        "remember": [],
+        "step": ["test_count_down"],
+        "count_down": ["test_count_down"],
+    }
+    ended = {name: found[f"pack/steps.py::{name}"].ended for name in tests}
+    assert ended == {"add": True, "remember": True, "step": False, "count_down": True}, "step is called for ever"
 
 
 def test_a_fix_that_looks_at_frames_solves_its_task(tmp_path: Path, trusted: str) -> None:
