@@ -280,6 +280,7 @@ def test_tasks_whose_image_holds_the_fixed_file_are_left_out(tmp_path: Path, sto
         without_copies(Reading([make_task("0" * 64)]), store)
 
 
+@pytest.mark.slow
 def test_agents_and_verdicts_see_the_image(image: Artifact, shown_by: str) -> None:
     task = make_task(image.meta["digest"])
 
