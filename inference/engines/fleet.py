@@ -15,20 +15,19 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
-from contextlib import aclosing
 from pathlib import Path
 from typing import Any, TypeVar
 
 from contracts.addresses import resolve
 from contracts.errors import InfraFault, TriplaneError
-from inference.engines.base import Completion, Piece, SamplingParams, check_streamable, collect
+from inference.engines.base import Completion, Piece, SamplingParams, collect
 from inference.engines.config import VllmConfig
-from inference.engines.hedging import Hedging, Request, Streams
+from inference.engines.hedging import Hedging, Streams
 from inference.engines.http import JsonClient
 from inference.engines.policies import PolicyDirectory, PolicyFiles, Preparer
 from inference.engines.replica import Replica
 from inference.engines.scaling import Scale
-from inference.engines.tries import choose_other, common_error, router_arguments, send_call
+from inference.engines.tries import common_error, router_arguments, send_call
 from inference.engines.vllm import VllmEngine
 from inference.engines.vllm_update import put_to_sleep
 from inference.errors import EngineError, EngineStopped, EngineUnreachable
@@ -51,11 +50,12 @@ class FleetEngine:
         self._config, self._files = config, files
         self._preparer = Preparer(config)
         self._router = Router(Namespace(files.version), RouterConfig(block_tokens=config.block_tokens))
-        self._streams = Streams(self._router, self._begun, Replica.stream, self._lost)
-        self.hedging = None if config.hedging_delay_s is None else Hedging(config.hedging_delay_s)
-        """None: nothing is hedged."""
         self._events = Subscriptions(self._router, config.events_port)
         self._replicas: dict[str, Replica] = {}
+        self.hedging = None if config.hedging_delay_s is None else Hedging(config.hedging_delay_s)
+        """None: nothing is hedged."""
+        ours = self._router, self._replicas, self._chosen
+        self._streams = Streams(*ours, Replica.stream, self._lost, self.hedging)
         self._misses: dict[str, int] = {}
         self._scale = Scale(config.statefulset) if config.statefulset is not None else None
         self._lock = asyncio.Lock()
@@ -71,13 +71,9 @@ class FleetEngine:
             return await collect(self.stream(prompt_ids, params))
         return await self._call(lambda engine: engine.generate(prompt_ids, params), prompt_ids, params)
 
-    async def stream(self, prompt_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Piece]:
+    def stream(self, prompt_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Piece]:
         """See Engine.stream. As VllmEngine.stream; after a fault another server samples all."""
-        check_streamable(params)
-        request = Request(prompt_ids, params, self.hedging if self.streams(params) else None)
-        async with aclosing(self._streams.of(request)) as pieces:
-            async for piece in pieces:
-                yield piece
+        return self._streams.of(prompt_ids, params, hedged=self.streams(params))
 
     def streams(self, params: SamplingParams) -> bool:
         """See Engine.streams."""
@@ -135,15 +131,6 @@ class FleetEngine:
         serving = await self._serving()
         decision = self._router.route(prompt, [*serving], **router_arguments(params))
         return serving[decision.replica], decision
-
-    async def _begun(
-        self, prompt: Sequence[int], params: SamplingParams, beside: Sequence[str]
-    ) -> tuple[Replica, Decision] | None:
-        """See hedging.Choose."""
-        if not beside:
-            return await self._chosen(prompt, params)
-        decision = choose_other(self._router, prompt, params, beside)
-        return None if decision is None else (self._replicas[decision.replica], decision)
 
     def _lost(self, replica: Replica, error: TriplaneError) -> None:
         """A call failed at a server. Raises EngineStopped if this engine is closed."""

@@ -14,14 +14,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 from contracts.errors import TriplaneError
-from inference.engines.base import FinishReason, Piece, SamplingParams, empty_piece
-from inference.engines.tries import REPLICA_FAULTS, TRIES
+from inference.engines.base import FinishReason, Piece, SamplingParams, check_streamable, empty_piece
+from inference.engines.tries import REPLICA_FAULTS, TRIES, choose_other
 from inference.errors import EngineError
 from inference.router import Decision, Router
 
@@ -58,7 +58,7 @@ class Hedging:
 
 
 @dataclass
-class Request:
+class _Request:
     """What is left to sample of a request."""
 
     prompt: Sequence[int]
@@ -86,11 +86,8 @@ class Request:
         return [*(int(token) for token in self.prompt), *self.sampled], left
 
 
-Chosen = tuple[R, Decision]
-Choose = Callable[[Sequence[int], SamplingParams, Sequence[str]], Awaitable[Chosen[R] | None]]
-"""A replica other than the named ones, and the decision that the router has begun. None if there is no other one, which
-takes no time to say.
-"""
+Choose = Callable[[Sequence[int], SamplingParams], Awaitable[tuple[R, Decision]]]
+"""A replica for a request, and the decision that the router has begun."""
 Send = Callable[[R, Sequence[int], SamplingParams], AsyncGenerator[Piece]]
 """Opens a stream at a replica."""
 
@@ -124,16 +121,25 @@ class Streams(Generic[R]):
     """Streams of one engine at its replicas."""
 
     def __init__(
-        self, router: Router, choose: Choose[R], send: Send[R], leave_out: Callable[[R, TriplaneError], None]
+        self,
+        router: Router,
+        replicas: Mapping[str, R],
+        choose: Choose[R],
+        send: Send[R],
+        leave_out: Callable[[R, TriplaneError], None],
+        hedging: Hedging | None,
     ) -> None:
-        """leave_out: called for a replica with its fault."""
-        self._router, self._choose, self._send, self._leave_out = router, choose, send, leave_out
+        """replicas: by their names in the router. leave_out: called for a replica with its fault."""
+        self._router, self._replicas, self._hedging = router, replicas, hedging
+        self._choose, self._send, self._leave_out = choose, send, leave_out
 
-    async def of(self, request: Request) -> AsyncGenerator[Piece]:
-        """Pieces of a request, of at most TRIES replicas.
+    async def of(self, prompt: Sequence[int], params: SamplingParams, *, hedged: bool) -> AsyncGenerator[Piece]:
+        """Pieces of a request, of at most TRIES replicas. hedged: if the engine hedges at all.
 
         Raises what `choose` and `leave_out` raise, the fault of the last replica, and other errors of replicas at once.
         """
+        check_streamable(params)
+        request = _Request(prompt, params, self._hedging if hedged else None)
         if request.hedging is not None:
             request.hedging.requests += 1
         while True:
@@ -151,7 +157,7 @@ class Streams(Generic[R]):
                 if not request.tries and fault is not None:
                     raise fault from None
 
-    async def _pieces(self, request: Request) -> AsyncGenerator[Piece]:
+    async def _pieces(self, request: _Request) -> AsyncGenerator[Piece]:
         """Pieces of one replica. Raises _Lost if it fails after the first."""
         attempts: list[_Attempt[R]] = []
         try:
@@ -172,7 +178,7 @@ class Streams(Generic[R]):
                 self._router.finish(each.decision)
                 await each.close()
 
-    async def _race(self, request: Request, attempts: list[_Attempt[R]]) -> _Attempt[R]:
+    async def _race(self, request: _Request, attempts: list[_Attempt[R]]) -> _Attempt[R]:
         """The attempt with the first piece. Adds those that run to `attempts`, at most two at once."""
         hedging = request.hedging
         await self._start(request, attempts)
@@ -205,16 +211,21 @@ class Streams(Generic[R]):
             await other.close()
         return winner
 
-    async def _start(self, request: Request, attempts: list[_Attempt[R]]) -> bool:
+    async def _start(self, request: _Request, attempts: list[_Attempt[R]]) -> bool:
         """Send a request to a replica beside those of `attempts`. Returns whether there is one."""
         prompt, params = request.rest()
-        chosen = await self._choose(prompt, params, [each.decision.replica for each in attempts])
-        if chosen is not None:
-            request.tries -= 1
-            attempts.append(_Attempt(*chosen, self._send(chosen[0], prompt, params)))
-        return chosen is not None
+        if attempts:
+            decision = choose_other(self._router, prompt, params, [each.decision.replica for each in attempts])
+            if decision is None:
+                return False
+            replica = self._replicas[decision.replica]
+        else:
+            replica, decision = await self._choose(prompt, params)
+        request.tries -= 1
+        attempts.append(_Attempt(replica, decision, self._send(replica, prompt, params)))
+        return True
 
-    async def _failed(self, attempt: _Attempt[R], attempts: list[_Attempt[R]], request: Request) -> None:
+    async def _failed(self, attempt: _Attempt[R], attempts: list[_Attempt[R]], request: _Request) -> None:
         """Leave the replica of an attempt out. Raises its fault if it is no replica's, or no try is left."""
         attempts.remove(attempt)
         self._router.finish(attempt.decision)

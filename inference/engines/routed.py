@@ -18,10 +18,10 @@ from typing import Any, TypeVar
 
 from contracts.errors import TriplaneError
 from contracts.retries import backoff_s
-from inference.engines.base import Completion, Engine, Piece, SamplingParams, check_streamable, collect
+from inference.engines.base import Completion, Engine, Piece, SamplingParams, collect
 from inference.engines.builtin import BuiltinEngine
-from inference.engines.hedging import Hedging, Request, Streams
-from inference.engines.tries import choose_other, common_error, router_arguments, send_call
+from inference.engines.hedging import Hedging, Streams
+from inference.engines.tries import common_error, router_arguments, send_call
 from inference.errors import EngineError, EngineStopped
 from inference.router import Batch, Decision, Namespace, Router
 from inference.router.subscriber import Subscriptions, require_packages
@@ -93,7 +93,8 @@ class RoutedEngine:
         self._replicas: dict[str, _Replica] = {}
         for each in replicas:
             self._replicas[each.name] = _Replica(each, each.open(self._listener(each.name)))
-        self._streams = Streams(self._router, self._begun, _pieces, self._leave_out)
+        ours = self._router, self._replicas, self._chosen
+        self._streams = Streams(*ours, _pieces, self._leave_out, self.hedging)
         self._events = Subscriptions(self._router, None)
         if any(each.events is not None for each in replicas):
             require_packages()
@@ -104,13 +105,9 @@ class RoutedEngine:
             return await collect(self.stream(prompt_ids, params))
         return await self._call(lambda engine: engine.generate(prompt_ids, params), prompt_ids, params)
 
-    async def stream(self, prompt_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Piece]:
+    def stream(self, prompt_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Piece]:
         """See Engine.stream. After a fault another replica samples the rest."""
-        check_streamable(params)
-        request = Request(prompt_ids, params, self.hedging if self.streams(params) else None)
-        async with aclosing(self._streams.of(request)) as pieces:
-            async for piece in pieces:
-                yield piece
+        return self._streams.of(prompt_ids, params, hedged=self.streams(params))
 
     def streams(self, params: SamplingParams) -> bool:
         """See Engine.streams."""
@@ -168,15 +165,6 @@ class RoutedEngine:
         decision = self._router.choose(prompt, **router_arguments(params))
         self._router.begin(decision)
         return self._replicas[decision.replica], decision
-
-    async def _begun(
-        self, prompt: Sequence[int], params: SamplingParams, beside: Sequence[str]
-    ) -> tuple[_Replica, Decision] | None:
-        """See hedging.Choose."""
-        if not beside:
-            return await self._chosen(prompt, params)
-        decision = choose_other(self._router, prompt, params, beside)
-        return None if decision is None else (self._replicas[decision.replica], decision)
 
     async def _ready(self) -> None:
         if self._closed:
