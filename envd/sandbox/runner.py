@@ -170,7 +170,7 @@ def configured(plugins: Sequence[str], ini: Mapping[str, str]) -> list[str]:
 def warm_up() -> None:
     """Run passing and failing tests, so that forked runs inherit the modules that pytest imports lazily.
 
-    Not worth its time in a process that runs tests once.
+    A process that runs tests only once does not need it.
     """
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)

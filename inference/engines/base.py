@@ -80,8 +80,8 @@ class Completion:
 class Piece:
     """Consecutive tokens of one completion. All pieces of a stream, in order, are the completion.
 
-    One without tokens tells that the first token is sampled, where the tokens themselves must wait for a proof of their
-    version, or that there are no more.
+    A piece without tokens says that sampling has begun, from an engine that holds tokens back until their version is
+    proven, or that it has ended.
     """
 
     token_ids: npt.NDArray[np.int32]

@@ -1,5 +1,5 @@
-"""Streams of engines over several replicas: what a replica that fails has not sampled is sampled by another one, and a
-first token that is late is hedged.
+"""Streams of engines over several replicas: after a fault another replica continues, and a request whose first token
+is late is hedged.
 
     request --> replica --no token within the hedging delay--> the same request to a second replica
             --> the one with the first token goes on, the other one is canceled
@@ -30,11 +30,11 @@ R = TypeVar("R")
 LATE = 2.0
 """Multiple of the expected seconds after which a first token is late."""
 SHARE, FIRST = 0.1, 8
-"""Hedges, at most: this share of all requests and a few more, so that a busy fleet does not get twice the load."""
+"""Bound on hedges: SHARE of all requests, plus FIRST. Without it a busy fleet would get twice the load."""
 
 
 class Hedging:
-    """When an engine hedges, and how often it did."""
+    """Rule of an engine for hedging requests, with counts."""
 
     def __init__(self, delay_s: float) -> None:
         """delay_s: least seconds without a token before a request is hedged."""
@@ -59,7 +59,7 @@ class Hedging:
 
 @dataclass
 class _Request:
-    """What is left to sample of a request."""
+    """A request, and the tokens sampled for it so far."""
 
     prompt: Sequence[int]
     params: SamplingParams

@@ -14,7 +14,7 @@ import base64
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -93,33 +93,26 @@ class VllmEngine:
         If the server is dead, another one is started before the error is raised.
         """
         client, body = await self._request(prompt_ids, params)
-        try:
+        async with self._recovering(client):
             answer = await client.call("POST", _GENERATE, body)
-        except (EngineUnreachable, EngineStopped):
-            if self._waits:
-                await self._recovered(client)
-            raise
         return await self._made(answer, params)
 
     async def stream(self, prompt_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Piece]:
-        """See Engine.stream. The tokens come at the end, when the server tells their versions; before them, an empty
-        piece as soon as there is one.
+        """See Engine.stream. The server names the versions of tokens at the end only, so they are yielded then.
+
+        An empty piece before them says that there is a first token.
         """
         check_streamable(params)
         client, body = await self._request(prompt_ids, params)
         tokens, content, last = list[int](), list[dict[str, Any]](), dict[str, Any]()
-        try:
-            async with aclosing(client.events(_GENERATE, body | {"stream": True})) as events:
-                async for event in events:
-                    for last in event["choices"]:
-                        if not tokens and last["token_ids"]:
-                            yield empty_piece()
-                        tokens += last["token_ids"] or []
-                        content += (last["logprobs"] or {}).get("content") or []
-        except (EngineUnreachable, EngineStopped):
-            if self._waits:
-                await self._recovered(client)
-            raise
+        events = client.events(_GENERATE, body | {"stream": True})
+        async with self._recovering(client), aclosing(events):
+            async for event in events:
+                for last in event["choices"]:
+                    if not tokens and last["token_ids"]:
+                        yield empty_piece()
+                    tokens += last["token_ids"] or []
+                    content += (last["logprobs"] or {}).get("content") or []
         whole = last | {"token_ids": tokens, "logprobs": {"content": content}}
         yield piece_of(await self._made({"choices": [whole]}, params))
 
@@ -314,6 +307,16 @@ class VllmEngine:
             return await asyncio.to_thread(lambda: self._keeper.device) == "cpu"
         info = await client.call("GET", "/server_info")
         return "device_config=cpu" in str(info["vllm_config"])
+
+    @asynccontextmanager
+    async def _recovering(self, client: JsonClient) -> AsyncGenerator[None]:
+        """Raise the errors of a call, after a fault of the server once that is replaced."""
+        try:
+            yield
+        except (EngineUnreachable, EngineStopped):
+            if self._waits:
+                await self._recovered(client)
+            raise
 
     async def _recovered(self, client: JsonClient) -> None:
         """Wait until the server of `client` is replaced, if it is dead.

@@ -110,7 +110,7 @@ async def run_baseline(repository: Repository, guest: Guest, store: Store) -> Ba
 
 
 async def _run_all(guest: Guest) -> dict[str, dict[str, Any]]:
-    """Results by name of the run."""
+    """Results by run name."""
     slots, results = asyncio.Semaphore(_AT_ONCE), dict[str, dict[str, Any]]()
 
     async def run(runs: Sequence[_Run], without: Sequence[str] = ()) -> None:

@@ -49,8 +49,8 @@ EMPTIED_TIMEOUT_S = 20.0
 _ENOUGH = 2
 """Decoys of a test whose assertions are all observed."""
 _OF_FILE, _PREPARED_AT_ONCE = 4, 8
-"""Tasks wanted of each test file from which on all files are prepared, and files at once: their proofs are limited in
-time.
+"""Least number of wanted tasks per test file for which all files are prepared, and files prepared at once: few, since
+their proofs have a time limit.
 """
 PROOF_S = 600.0
 """Time limit of the proof of a test file's checks, and of the proof of a bug, in seconds."""
@@ -103,8 +103,8 @@ class Prover:
         """Function -> tests that fail if it does nothing."""
 
     async def prepare(self, wanted: int) -> None:
-        """Prove what all bugs share that the tests of a file grade, for each file, if so many tasks are likely to use
-        all. What fails is tried again later.
+        """Prove the checks of every test file in advance, if `wanted` tasks are likely to use all files. A proof that
+        fails is repeated by the first bug that needs it.
         """
         files = Counter(map(file_of, self._baseline.good))
         if wanted < _OF_FILE * len(files):
@@ -119,8 +119,8 @@ class Prover:
         await asyncio.gather(*map(one, largest), return_exceptions=True)
 
     async def prove(self, screened: Screened, function: Function, emptied: Emptied | None = None) -> Proved:
-        """Make a task of a bug and prove it, within bounded time. emptied: what the screen found of the function, if it
-        was tried. Raises InfraFault if envd keeps failing.
+        """Make a task of a bug and prove it, within bounded time. emptied: the screen's result for the function without
+        its body, if there is one. Raises InfraFault if envd keeps failing.
         """
         try:
             draft = await self._draft(screened, function)

@@ -70,7 +70,7 @@ class Screening:
     reasons: dict[str, int]
     """Number of candidates left out, by reason."""
     emptied: dict[str, Emptied]
-    """By function key, what became of the functions emptied."""
+    """Results of functions without their body, by function key."""
 
 
 async def screen(
@@ -212,7 +212,7 @@ def _judge_emptied(request: dict[str, Any], result: Any) -> Emptied | None:
     names = {base_name(node) for node in failed}
     if ended == "exit":
         return Emptied(frozenset(names), ended=True)
-    # those that are not collected were named first; what calls a function that does nothing may call it for ever
+    # uncollected tests are reported first; the test after the last report ran until it was killed
     missing = [node for node in request["tests"] if failed.get(node, ("",))[0] == "missing"]
     order = [*missing, *(node for node in request["tests"] if node not in missing)]
     if ended in ("wall", "cpu", "waiting") and ran < len(order):
