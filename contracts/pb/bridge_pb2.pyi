@@ -133,20 +133,22 @@ class Span(_message.Message):
     def __init__(self, version: _Optional[str] = ..., first: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
 
 class Tokens(_message.Message):
-    __slots__ = ("first", "ids", "logprobs", "spans", "supports", "forced")
+    __slots__ = ("first", "ids", "logprobs", "spans", "supports", "forced", "log_mass")
     FIRST_FIELD_NUMBER: _ClassVar[int]
     IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     SPANS_FIELD_NUMBER: _ClassVar[int]
     SUPPORTS_FIELD_NUMBER: _ClassVar[int]
     FORCED_FIELD_NUMBER: _ClassVar[int]
+    LOG_MASS_FIELD_NUMBER: _ClassVar[int]
     first: int
     ids: bytes
     logprobs: bytes
     spans: _containers.RepeatedCompositeFieldContainer[Span]
     supports: bytes
     forced: bytes
-    def __init__(self, first: _Optional[int] = ..., ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., spans: _Optional[_Iterable[_Union[Span, _Mapping]]] = ..., supports: _Optional[bytes] = ..., forced: _Optional[bytes] = ...) -> None: ...
+    log_mass: bytes
+    def __init__(self, first: _Optional[int] = ..., ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., spans: _Optional[_Iterable[_Union[Span, _Mapping]]] = ..., supports: _Optional[bytes] = ..., forced: _Optional[bytes] = ..., log_mass: _Optional[bytes] = ...) -> None: ...
 
 class ToolResult(_message.Message):
     __slots__ = ("name", "arguments", "ok", "text")

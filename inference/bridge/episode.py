@@ -66,6 +66,7 @@ class Episode:
         "ids",
         "labels",
         "lease_s",
+        "log_mass",
         "logprobs",
         "owner",
         "restricted",
@@ -108,6 +109,8 @@ class Episode:
         """Of the policy tokens, in order."""
         self.forced = bytearray()
         """Of the policy tokens where `restricted`, a byte each: 1 where the grammar left no other."""
+        self.log_mass = bytearray()
+        """Of the policy tokens where `restricted`, `log_mass` of `pb.Tokens`."""
         self.turns: list[Turn] = []
         self.ended: pb.EndEpisodeRequest | None = None
         self.expired = False
@@ -154,15 +157,17 @@ class Episode:
         return turn
 
     def add_tokens(self, version: str, ids: bytes, logprobs: bytes, drawn: bytes = b"") -> None:
-        """Append tokens of the policy to the last turn. drawn: `forced` of each, then their encoded supports, where
-        `restricted`.
+        """Append tokens of the policy to the last turn. drawn: where `restricted`, `forced` of each, then `log_mass`
+        of each, then their encoded supports.
         """
         self.ids += ids
         self.logprobs += logprobs
         if self.supports is not None:
             count = len(ids) // TOKEN_BYTES
-            self.forced += drawn[:count]
-            self.supports.extend(decode_supports(drawn[count:]))
+            forced, log_mass, supports = split_drawn(drawn, count)
+            self.forced += forced
+            self.log_mass += log_mass
+            self.supports.extend(decode_supports(supports))
         self.turns[-1].extend_span(version, len(ids) // TOKEN_BYTES)
 
     def policy_ids(self, turn: Turn) -> bytes:
@@ -183,7 +188,8 @@ class Episode:
         if self.supports is None:
             return b""
         supports = self.supports.supports().between(first, last)
-        return bytes(memoryview(self.forced)[first:last]) + encode_supports(supports)
+        log_mass = memoryview(self.log_mass)[first * TOKEN_BYTES : last * TOKEN_BYTES]
+        return b"".join((memoryview(self.forced)[first:last], log_mass, encode_supports(supports)))
 
     def fill_tokens(self, message: pb.Tokens, turn: Turn, first: int) -> int:
         """Fill a message with the policy tokens of a turn from place `first` to the newest, or as many as one message
@@ -197,7 +203,7 @@ class Episode:
         message.logprobs = bytes(memoryview(self.logprobs)[start:stop])
         if self.supports is not None:
             drawn = self.drawn(turn.logprob + first, turn.logprob + last)
-            message.forced, message.supports = drawn[: last - first], drawn[last - first :]
+            message.forced, message.log_mass, message.supports = split_drawn(drawn, last - first)
         for version, begin, end in turn.spans:
             if begin < last and end > first:
                 message.spans.add(version=version, first=max(begin, first), end=min(end, last))
@@ -211,10 +217,17 @@ class Episode:
         """Free what the episode holds."""
         self.expired = True
         self.ids, self.logprobs, self.labels = bytearray(), bytearray(), None
+        self.forced, self.log_mass, self.supports = bytearray(), bytearray(), None
         self.turns.clear()
         if self.hosted is not None:
             self.hosted.replied()
             self.hosted.final = None
+
+
+def split_drawn(drawn: bytes, count: int) -> tuple[bytes, bytes, bytes]:
+    """`forced`, `log_mass` and encoded supports of `count` tokens, from what `Episode.drawn` gives."""
+    end = count * (1 + TOKEN_BYTES)
+    return drawn[:count], drawn[count:end], drawn[end:]
 
 
 def bytes_of(ids: Sequence[int]) -> bytes:

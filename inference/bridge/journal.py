@@ -32,7 +32,7 @@ MOVED_AT_ONCE = 64
 """Handles that one call of `clean` moves, so that it takes milliseconds."""
 FSYNC_S = 0.05
 """Seconds between two fsyncs while frames are appended: what a power failure may take."""
-MAGIC = b"tpbridg1"
+MAGIC = b"tpbridg2"
 """First bytes of a segment; they change with the format."""
 _HEADER = struct.Struct("<IIBQ")
 _AFTER_CRC = struct.Struct("<BQ")

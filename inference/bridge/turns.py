@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
@@ -246,6 +247,8 @@ def parts_of(piece: Piece, pinned: str | None, *, restricted: bool) -> tuple[lis
         drawn = b""
         if restricted and piece.supports is not None:
             forced = bytes(piece.forced[start:end]) if piece.forced else bytes(end - start)
-            drawn = forced + encode_supports(piece.supports.between(start, end))
+            told = piece.log_mass[start:end] if piece.log_mass else [math.nan] * (end - start)
+            log_mass = np.array(told, "<f4").tobytes()
+            drawn = forced + log_mass + encode_supports(piece.supports.between(start, end))
         parts.append((version, ids, piece.logprobs[start:end].astype("<f4", copy=False).tobytes(), drawn))
     return parts, False

@@ -74,6 +74,10 @@ class Completion:
     """What each token was drawn from, if sampling was restricted; None: all were drawn from the whole vocabulary."""
     forced: list[bool] | None = None
     """Whether the grammar left no other token, for each token; None: it always did."""
+    log_mass: list[float] | None = None
+    """With supports: log of each support's probability under the whole distribution, at most 0, float32 values. A
+    token's logprob plus this is its log probability under the whole distribution. None if the engine does not tell.
+    """
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,6 +99,8 @@ class Piece:
     supports: Supports | None = None
     """As those of a completion."""
     forced: list[bool] | None = None
+    """As those of a completion."""
+    log_mass: list[float] | None = None
     """As those of a completion."""
 
 
@@ -149,7 +155,7 @@ class StreamsWhole:
 def piece_of(made: Completion) -> Piece:
     """A whole completion as the only, or last, piece of a stream."""
     tokens, logprobs = np.array(made.token_ids, np.int32), np.array(made.logprobs, np.float32)
-    return Piece(tokens, logprobs, made.spans, made.finish_reason, made.supports, made.forced)
+    return Piece(tokens, logprobs, made.spans, made.finish_reason, made.supports, made.forced, made.log_mass)
 
 
 def empty_piece(reason: FinishReason | None = None) -> Piece:
@@ -160,7 +166,7 @@ def empty_piece(reason: FinishReason | None = None) -> Piece:
 async def collect(pieces: AsyncGenerator[Piece]) -> Completion:
     """The completion that the pieces of a stream are. Raises EngineError for a stream without an end."""
     tokens, logprobs, spans = list[int](), list[float](), list[tuple[str, int, int]]()
-    forced, supports = list[bool](), SupportsWriter()
+    forced, supports, masses = list[bool](), SupportsWriter(), list[float]()
     async with aclosing(pieces):
         async for piece in pieces:
             for version, start, end in piece.spans:
@@ -173,10 +179,12 @@ async def collect(pieces: AsyncGenerator[Piece]) -> Completion:
             forced += piece.forced or [False] * len(piece.token_ids)
             if piece.supports is not None:
                 supports.extend(piece.supports)
+            masses += piece.log_mass or []
             if piece.finish_reason is not None:
                 drawn = supports.supports() if len(supports) else None
                 inserted = forced if any(forced) else None
-                return Completion(tokens, logprobs, spans, piece.finish_reason, supports=drawn, forced=inserted)
+                known = masses if masses and len(masses) == len(tokens) else None
+                return Completion(tokens, logprobs, spans, piece.finish_reason, None, drawn, inserted, known)
     raise EngineError(f"the engine's stream ended after {len(tokens)} tokens without a finish reason")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -10,9 +11,22 @@ import torch
 from torch import Tensor
 
 from contracts.supports import Mask, Supports, SupportsWriter
-from inference.engines.sampling import divided
+from inference.engines.sampling import divided, scaled_logprobs
 from inference.errors import EngineError
 from inference.grammar.matcher import Matcher, only_token
+
+
+class Drawn(NamedTuple):
+    """What tokens were drawn from."""
+
+    supports: Mask
+    """bool [N, vocabulary]."""
+    log_mass: npt.NDArray[np.float32]
+    """[N] log of each support's probability under the whole distribution, at most 0."""
+
+    def between(self, first: int, last: int) -> Drawn:
+        """Of the tokens [first, last) alone."""
+        return Drawn(self.supports[first:last], self.log_mass[first:last])
 
 
 class Restriction:
@@ -26,6 +40,7 @@ class Restriction:
         self._matcher = matcher
         self._writer = SupportsWriter()
         self._forced: list[bool] = []
+        self._log_mass: list[float] = []
         self.mask: Mask | None = None
         """bool [vocabulary]: tokens that the grammar allows next; None: all."""
         if matcher is not None:
@@ -49,13 +64,14 @@ class Restriction:
         self.mask = before
         return False
 
-    def take(self, sampled: list[int], tried: int, supports: list[Mask], masks: list[Mask | None], ended: bool) -> None:
+    def take(self, sampled: list[int], tried: int, drawn: Drawn, masks: list[Mask | None], ended: bool) -> None:
         """Go on after sampled tokens, which agree with all but the last of the `tried` ones.
 
-        supports, masks: of each, as sampled from, and what the grammar alone allowed. ended: whether the last token
+        drawn, masks: of each, what it was drawn from, and what the grammar alone allowed. ended: whether the last token
         ends the completion. Raises EngineError if the grammar allows no token after it.
         """
-        for support, mask in zip(supports, masks, strict=True):
+        self._log_mass += drawn.log_mass.tolist()
+        for support, mask in zip(drawn.supports, masks, strict=True):
             self._writer.add(support)
             self._forced.append(only_token(mask) is not None)
         if self._matcher is None:
@@ -69,11 +85,11 @@ class Restriction:
                 " tokenizer can write"
             )
 
-    def records(self, first: int = 0) -> tuple[Supports, list[bool] | None]:
-        """Support of each token from place `first` on, and whether its grammar forced it; None: it forced none."""
+    def records(self, first: int = 0) -> tuple[Supports, list[bool] | None, list[float]]:
+        """Supports, `forced` and `log_mass` of the tokens from place `first` on, as those of a completion."""
         forced, found = self._forced[first:], self._writer.supports()
         supports = found.between(first, len(self._forced)) if first else found
-        return supports, forced if any(forced) else None
+        return supports, forced if any(forced) else None, self._log_mass[first:]
 
     def _look(self) -> bool:
         """Set `mask`. Returns whether any token is allowed."""
@@ -104,3 +120,15 @@ def restrict(
         allowed[rows] &= kept
         logits = logits.masked_fill(~allowed, -torch.inf)
     return logits, allowed.numpy()
+
+
+def log_mass(
+    whole: Tensor, temperatures: npt.NDArray[np.float32], tokens: Tensor, logprobs: Tensor
+) -> npt.NDArray[np.float32]:
+    """[N] log of the probability that tokens' supports have under the whole distribution, at most 0.
+
+    whole: logits [N, V] before `restrict`. tokens, logprobs: [N] of those sampled after it. The difference of two log
+    probabilities, with their error: an epsilon of float32 times the larger one, or of the largest logit.
+    """
+    unrestricted = scaled_logprobs(whole, temperatures).gather(1, tokens[:, None])[:, 0]
+    return (unrestricted - logprobs).clamp(max=0).numpy()

@@ -26,7 +26,7 @@ from inference.engines.kv import ROW, KvCache
 from inference.engines.model import Batch, Rotary, forward, logits_of, make_batch
 from inference.engines.prefix_cache import Prefix, PrefixStore
 from inference.engines.requests import Integers, Request, SequenceTable
-from inference.engines.restricted import restrict
+from inference.engines.restricted import Drawn, log_mass, restrict
 from inference.engines.sampling import SEED_MASK, sample, scaled_logprobs, uniform
 from inference.engines.weights import Weights
 from inference.errors import EngineError
@@ -283,7 +283,7 @@ class Scheduler:
         owners = np.repeat(np.arange(first, last), counts)
         places = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)
         positions, temperatures = table.length[owners] + places, table.temperature[owners]
-        requests, supports = table.requests[slots], None
+        requests, whole, supports = table.requests[slots], logits, None
         if guesses is not None and any(request.restriction for request in requests):
             top_ps = np.array([request.params.top_p for request in requests]).repeat(counts)
             logits, supports = restrict(logits, temperatures, [mask for each in guesses for mask in each], top_ps)
@@ -292,7 +292,8 @@ class Scheduler:
         if guesses is None:
             ended = self._append(first, last, tokens, logprobs)
         else:
-            ended = self._append_agreeing(first, tokens, logprobs, guesses, supports)
+            drawn = None if supports is None else Drawn(supports, log_mass(whole, temperatures, *found))
+            ended = self._append_agreeing(first, tokens, logprobs, guesses, drawn)
         self.passes += last - first
         return ended
 
@@ -314,7 +315,7 @@ class Scheduler:
         sampled: Integers,
         logprobs: npt.NDArray[np.float32],
         guesses: list[list[Mask | None]],
-        supports: Mask | None,
+        drawn: Drawn | None,
     ) -> list[tuple[int, Ending]]:
         """Append to each slot its sampled tokens up to the first that was not guessed."""
         table, row = self._table, 0
@@ -333,10 +334,10 @@ class Scheduler:
             elif table.length[slot] >= table.limit[slot]:
                 reason = "length"
             restriction = table.requests[slot].restriction
-            if restriction is not None and supports is not None:
-                drawn = list(supports[row : row + count])
+            if restriction is not None and drawn is not None:
+                own_drawn = drawn.between(row, row + count)
                 try:
-                    restriction.take(own[:count].tolist(), tried, drawn, masks[:count], ended=reason is not None)
+                    restriction.take(own[:count].tolist(), tried, own_drawn, masks[:count], ended=reason is not None)
                 except EngineError as error:
                     reason = error
             if reason is not None:

@@ -185,9 +185,10 @@ class HeldEngine(DelegatingEngine):
                     version = next(name for name, first, end in piece.spans if first <= place < end)
                     one = slice(place, place + 1)
                     reason = piece.finish_reason if last else None
-                    drawn = (None, None)
+                    drawn = (None, None, None)
                     if piece.supports is not None:
-                        drawn = piece.supports.between(place, place + 1), piece.forced and piece.forced[one]
+                        forced, masses = piece.forced and piece.forced[one], piece.log_mass and piece.log_mass[one]
+                        drawn = piece.supports.between(place, place + 1), forced, masses
                     yield Piece(piece.token_ids[one], piece.logprobs[one], [(version, 0, 1)], reason, *drawn)
                     given += 1
 

@@ -68,17 +68,22 @@ def prompt_of(tokenizer: ChatTokenizer) -> list[int]:
 
 async def streamed(engine: BuiltinEngine, prompt: Sequence[int], params: SamplingParams) -> Completion:
     """The completion that a stream's pieces are."""
-    ids, logprobs, forced, numbers = list[int](), list[float](), list[bool](), list[Any]()
+    ids, logprobs, forced, numbers, log_mass = list[int](), list[float](), list[bool](), list[Any](), list[float]()
     reason = None
     async for piece in engine.stream(prompt, params):
-        assert piece.supports is not None and len(piece.supports.numbers) == len(piece.token_ids)
+        assert (
+            piece.supports is not None
+            and piece.log_mass is not None
+            and len(piece.supports.numbers) == len(piece.token_ids)
+        )
         ids += piece.token_ids.tolist()
         logprobs += piece.logprobs.tolist()
         forced += piece.forced or [False] * len(piece.token_ids)
+        log_mass += piece.log_mass
         numbers += list(piece.supports.masks(np.arange(len(piece.token_ids)), SIZE))
         reason = piece.finish_reason
     assert reason is not None
-    return Completion(ids, logprobs, [("v1", 0, len(ids))], reason, None, supports_of(numbers), forced)
+    return Completion(ids, logprobs, [("v1", 0, len(ids))], reason, None, supports_of(numbers), forced, log_mass)
 
 
 def masks(supports: Supports | None, count: int) -> list[list[bool]]:
@@ -100,6 +105,7 @@ async def test_stream_is_the_completion_and_goes_on_from_any_token(policy: Path,
             found = await streamed(engine, [*prompt, *whole.token_ids[:cut]], rest)
             assert (found.token_ids, found.logprobs) == (whole.token_ids[cut:], whole.logprobs[cut:])
             assert (found.finish_reason, found.forced) == (whole.finish_reason, forced[cut:])
+            assert whole.log_mass is not None and found.log_mass == whole.log_mass[cut:]
             assert masks(found.supports, count - cut) == masks(whole.supports, count)[cut:]
     with pytest.raises(EngineError, match="not one that the grammar begins with"):
         await engine.generate([*prompt, tokenizer.end_of_turn], params_of(tokenizer, 0, begun=1))
@@ -115,9 +121,9 @@ async def start(client: BridgeClient, tokenizer: ChatTokenizer, seed: int) -> Ep
 
 
 def content(turn: Turn) -> tuple[Any, ...]:
-    assert turn.supports is not None and turn.forced is not None
+    assert turn.supports is not None and turn.forced is not None and turn.log_mass is not None
     return (
-        *(turn.token_ids.tolist(), turn.logprobs.tolist(), turn.forced.tolist()),
+        *(turn.token_ids.tolist(), turn.logprobs.tolist(), turn.forced.tolist(), turn.log_mass.tolist()),
         masks(turn.supports, len(turn.token_ids)),
     )
 
@@ -135,7 +141,7 @@ async def test_turns_and_record_have_what_the_engine_drew_from(
             whole = await engine.generate(context, params_of(tokenizer, 3))
             forced = whole.forced or [False] * len(whole.token_ids)
             supports = masks(whole.supports, len(whole.token_ids))
-            assert content(turn) == (whole.token_ids, whole.logprobs, forced, supports)
+            assert content(turn) == (whole.token_ids, whole.logprobs, forced, whole.log_mass, supports)
             context += whole.token_ids
         assert any(turn.forced is not None and turn.forced.any() for turn in turns)
         record = await episode.end(reward=1.0)

@@ -114,6 +114,8 @@ async def test_log_probabilities_are_those_over_the_recorded_supports(
         masked = logits.masked_fill(~torch.from_numpy(masks), -torch.inf).log_softmax(-1)
         expected = masked.gather(1, torch.tensor(found.token_ids)[:, None])[:, 0]
         np.testing.assert_allclose(found.logprobs, expected, atol=2e-5)
+        shares = (logits.double().softmax(-1) * torch.from_numpy(masks)).sum(-1).log()
+        np.testing.assert_allclose(found.log_mass, shares, atol=2e-5)
         matcher = Matcher(grammar, SIZE)
         for place, token in enumerate(found.token_ids):
             allowed = matcher.mask()
@@ -163,7 +165,7 @@ async def test_supports_of_another_engine_follow_from_its_tokens(
     wanted = calling(tokenizer, 6)
     checked = 0
     for (_, params), own in zip(wanted, await answers(engine, wanted), strict=True):
-        bare = replace(own, supports=None, forced=None, logprobs=[each - 1e-6 for each in own.logprobs])
+        bare = replace(own, supports=None, forced=None, log_mass=None, logprobs=[each - 1e-6 for each in own.logprobs])
         found = with_supports(bare, params, vocabulary)
         assert found.supports is not None and own.supports is not None and found.forced == own.forced
         places = np.arange(len(own.token_ids))

@@ -21,7 +21,18 @@ _TOKEN_BYTES = 4
 class Received:
     """What a client has of one turn. Tokens that come again must be those that came before."""
 
-    __slots__ = ("_forced", "_ids", "_logprobs", "_spans", "_supports", "count", "episode_id", "observation", "step")
+    __slots__ = (
+        "_forced",
+        "_ids",
+        "_log_mass",
+        "_logprobs",
+        "_spans",
+        "_supports",
+        "count",
+        "episode_id",
+        "observation",
+        "step",
+    )
 
     def __init__(self, episode_id: str, step: int, observation: bytes) -> None:
         """observation: environment tokens before the turn, little-endian int32."""
@@ -32,6 +43,7 @@ class Received:
         self._logprobs: list[bytes] = []
         self._spans: list[Span] = []
         self._forced: list[bytes] = []
+        self._log_mass: list[bytes] = []
         self._supports: SupportsWriter | None = None
 
     @property
@@ -86,6 +98,7 @@ class Received:
             reply_of(end) if hosted else None,
             None if self._supports is None else self._supports.supports(),
             None if self._supports is None else np.frombuffer(b"".join(self._forced), np.bool_),
+            None if self._supports is None else logprobs_of(b"".join(self._log_mass)),
         )
 
     def piece(self, first: int) -> Piece:
@@ -110,14 +123,17 @@ class Received:
             fault = supports.fault(ids_of(tokens.ids), 1 << 31)
         except SchemaError as error:
             fault = str(error)
-        if fault or len(tokens.forced) != count:
+        if len(tokens.forced) != count or len(tokens.log_mass) != count * _TOKEN_BYTES:
+            fault = fault or f"{len(tokens.forced)} bytes of forced and {len(tokens.log_mass)} of log_mass"
+        if fault:
             raise BridgeError(
-                f"{self._name}: the bridge sent supports that are not of its {count} tokens"
-                f" ({fault or f'{len(tokens.forced)} marks of forced ones'}): report it as a bug of the bridge"
+                f"{self._name}: the bridge sent supports that are not of its {count} tokens ({fault}): report it as a"
+                " bug of the bridge"
             )
         self._supports = self._supports or SupportsWriter()
         self._supports.extend(supports.between(again, count))
         self._forced.append(tokens.forced[again:])
+        self._log_mass.append(tokens.log_mass[again * _TOKEN_BYTES :])
 
     def _add_span(self, version: str, first: int, end: int) -> None:
         if self._spans and self._spans[-1].version == version:

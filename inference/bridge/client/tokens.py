@@ -147,6 +147,10 @@ class Turn:
     """What each token was drawn from, of an episode with a grammar or top_p: normalize over that to train on it."""
     forced: npt.NDArray[np.bool_] | None = None
     """[n] whether the grammar left no other token, where there are supports: such tokens have no gradient."""
+    log_mass: Logprobs | None = None
+    """[n] where there are supports: log of their probability under the whole distribution, at most 0. With this added,
+    logprobs are those under the whole distribution. NaN where the engine does not tell. Read-only.
+    """
 
 
 @dataclass(frozen=True, slots=True)
