@@ -178,6 +178,11 @@ class SglangConfig(_LoadingConfig):
         """See the base class; its routed experts are not read."""
         return False
 
+    @property
+    def restrictions(self) -> frozenset[str]:
+        """See the base class; the server returns what tokens were drawn from."""
+        return frozenset(("grammar", "top_p"))
+
     def mismatch(self, forward: Forward) -> str | None:
         """See the base class."""
         return self.unmatched_by(forward, (self.weights == "dequantized",))

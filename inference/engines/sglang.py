@@ -18,9 +18,14 @@ import random
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from inference.engines.base import Completion, FinishReason, SamplingParams, StreamsWhole, require_unrestricted
+import numpy as np
+
+from contracts.supports import SupportsWriter
+from inference.engines.base import Completion, FinishReason, SamplingParams, StreamsWhole
 from inference.engines.config import SglangConfig
 from inference.engines.http import JsonClient
 from inference.engines.marks import Spans, fresh_mark, read_spans, unproven
@@ -63,6 +68,8 @@ class SglangEngine(StreamsWhole):
         """Mark of the latest attempt of this client to load a policy."""
         self._longest = 0
         """Tokens of the longest prompt that the server accepts."""
+        self._widest = 0
+        """Tokens of the largest support that the server returns."""
         self._lock = asyncio.Lock()
         self._in_flight = 0
         self._idle = asyncio.Event()
@@ -73,12 +80,16 @@ class SglangEngine(StreamsWhole):
         """See Engine.generate.
 
         SGLang also ends at the end-of-sequence tokens of the model and its tokenizer. One that is no stop token of the
-        request is a token like any other: the completion goes on after it.
+        request is a token like any other: the completion goes on after it. Under a grammar, which has ended there, that
+        is an EngineError. Restricted sampling is also from the most probable tokens alone, as many as the server
+        returns supports of.
         """
-        require_unrestricted(params, "sglang")
-        tokens: list[int] = []
-        logprobs: list[float] = []
-        spans: Spans = []
+        if params.grammar is not None and params.begun:
+            raise EngineError(
+                "SGLang can't go on with a completion that its grammar has begun: sample it from the start"
+            )
+        tokens, logprobs, log_mass = list[int](), list[float](), list[float]()
+        supports, spans = SupportsWriter(), list[tuple[str, int, int]]()
         async with self._attached() as version:
             while True:
                 left = params.max_tokens - len(tokens)
@@ -86,11 +97,22 @@ class SglangEngine(StreamsWhole):
                 spans += [(mark, start + len(tokens), end + len(tokens)) for mark, start, end in part.spans]
                 tokens += part.token_ids
                 logprobs += part.logprobs
+                log_mass += part.log_mass or []
+                if part.supports is not None:
+                    supports.extend(part.supports)
                 ended = part.finish_reason != "stop" or tokens[-1] in params.stop_token_ids
                 full = len(tokens) == params.max_tokens or len(prompt_ids) + len(tokens) > self._longest
                 if ended or full:
                     reason: FinishReason = part.finish_reason if ended else "length"
-                    return Completion(tokens, logprobs, _joined(spans), reason)
+                    made = Completion(tokens, logprobs, _joined(spans), reason)
+                    if not params.restricted:
+                        return made
+                    return replace(made, supports=supports.supports(), log_mass=log_mass or None)
+                if params.grammar is not None:
+                    raise EngineError(
+                        f"SGLang ended at the model's end-of-sequence token {tokens[-1]}, where the grammar ends, too:"
+                        " name the end of a turn as eos_token_id in the checkpoint's config.json, and nothing else"
+                    )
 
     async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> list[float]:
         """See Engine.score. Only at temperature 1."""
@@ -146,7 +168,7 @@ class SglangEngine(StreamsWhole):
     async def _attach(self) -> None:
         await self._wait_until_ready()
         info = await self._client.call("GET", "/server_info")
-        self._longest = int(info["max_req_input_len"]) - 1
+        self._longest, self._widest = int(info["max_req_input_len"]) - 1, int(info["sampling_mask_max_tokens"])
         if not info.get("enable_deterministic_inference"):
             _log.warning(
                 "%s ignores seeds: start it with --enable-deterministic-inference for samples that can be repeated",
@@ -258,6 +280,11 @@ class SglangEngine(StreamsWhole):
             "return_logprob": True,
             "cache_salt": version,
         }
+        if params.restricted:
+            sampling |= {"top_p": params.top_p, "top_k": self._widest}
+            body["return_sampling_mask"] = True
+        if params.grammar is not None:
+            sampling["structural_tag"] = params.grammar
         answer = await self._client.call("POST", "/generate", body)
         found = answer["meta_info"]
         entries = found.get("output_token_logprobs") or []
@@ -273,7 +300,28 @@ class SglangEngine(StreamsWhole):
         spans = read_spans(
             f"SGLang at {self._client.base}", found.get("weight_versions"), len(tokens), version, self._proven
         )
-        return Completion(tokens, [float(entry[0]) for entry in entries], spans, _REASONS[ended["type"]])
+        made = Completion(tokens, [float(entry[0]) for entry in entries], spans, _REASONS[ended["type"]])
+        return self._restricted(made, found, whole=params.grammar is None) if params.restricted else made
+
+    def _restricted(self, made: Completion, found: dict[str, Any], *, whole: bool) -> Completion:
+        """The completion with the supports in an answer, and log probabilities over them. whole: whether those of
+        `made` are over the whole vocabulary. Raises EngineError for supports of other tokens.
+        """
+        masks, logprobs = (found.get(f"output_token_sampling_{name}") or [] for name in ("mask", "logprobs"))
+        size, writer = int(self._files.config()["vocab_size"]), SupportsWriter()
+        for ids in masks:
+            mask = np.zeros(size, np.bool_)
+            mask[ids] = True
+            writer.add(mask)
+        supports = writer.supports()
+        fault = supports.fault(np.array(made.token_ids, np.int64), size)
+        if fault or len(logprobs) != len(masks):
+            raise EngineError(
+                f"SGLang's record of what {len(made.token_ids)} tokens were drawn from"
+                f" {fault or f'has {len(logprobs)} logprobs'}"
+            )
+        log_mass = [min(0.0, every - own) for every, own in zip(made.logprobs, logprobs, strict=True)]
+        return replace(made, logprobs=logprobs, supports=supports, log_mass=log_mass if whole else None)
 
     async def _score(self, token_ids: Sequence[int], salt: str) -> tuple[list[float], str]:
         """(log-probability of each token given the previous ones, 0.0 at index 0; version of the weights)."""

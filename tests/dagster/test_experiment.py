@@ -86,6 +86,7 @@ def test_recording_routing_needs_an_engine_that_returns_it(engine: str, returns:
 @pytest.mark.parametrize("setting", ["rollouts.grammar=true", "rollouts.top_p=0.9"])
 def test_sampling_from_part_of_the_vocabulary_needs_an_engine_that_records_it(setting: str) -> None:
     assert load_experiment(QUICKSTART, [setting]).rollouts.restrictions
+    assert load_experiment(QUICKSTART, [setting, "engine={kind: sglang, base_url: http://h, weights: dequantized}"])
     engines = ["{kind: openai, base_url: http://h/v1}", "{kind: vllm}"]
     if "top_p" in setting:
         engines.append("{kind: vllm, flags: [--no-skip-tokenizer-init]}")

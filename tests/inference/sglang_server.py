@@ -7,6 +7,7 @@ test_sglang_interface.py compares what the client sends with the fields of the r
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -24,6 +26,8 @@ from inference.engines import SamplingParams
 from inference.engines.builtin import BuiltinEngine
 
 GETS = ("/ready", "/server_info", "/model_info")
+WIDEST = 1024
+"""`--sampling-mask-max-tokens`."""
 LONGEST = 200
 """`max_req_input_len` of the server."""
 
@@ -42,6 +46,8 @@ class SglangServer:
     stale: bool = False
     """Report an update and load nothing."""
     deterministic: bool = True
+    forges: bool = False
+    """Leave the second token out of what it was drawn from."""
     calls: list[tuple[str, Any]] = field(default_factory=list)
     """(path, body) of every POST."""
 
@@ -87,7 +93,12 @@ class SglangServer:
 
     async def _server_info(self, request: Request) -> Response:
         return JSONResponse(
-            {"max_req_input_len": LONGEST, "enable_deterministic_inference": self.deterministic, "version": "0.5.23"}
+            {
+                "max_req_input_len": LONGEST,
+                "sampling_mask_max_tokens": WIDEST,
+                "enable_deterministic_inference": self.deterministic,
+                "version": "0.5.23",
+            }
         )
 
     async def _model_info(self, request: Request) -> Response:
@@ -95,6 +106,8 @@ class SglangServer:
 
     async def _generate(self, request: Request) -> Response:
         body = await self._body(request)
+        if body.get("return_sampling_mask") and not 1 <= body["sampling_params"]["top_k"] <= WIDEST:
+            return JSONResponse({"error": {"message": "return_sampling_mask requires a finite top_k"}}, 400)
         await self._running.wait()
         task = asyncio.create_task(self._answer(body))
         self._in_flight.add(task)
@@ -126,12 +139,23 @@ class SglangServer:
             own = () if self.end_of_sequence is None else (self.end_of_sequence,)
             stops = () if sampling["ignore_eos"] else (*sampling["stop_token_ids"], *own)
             most = min(sampling["max_new_tokens"], LONGEST + 5 - len(ids))
-            params = SamplingParams(sampling["temperature"], most, sampling["sampling_seed"], stops)
+            drawn = {"top_p": sampling["top_p"], "grammar": sampling.get("structural_tag")}
+            params = SamplingParams(sampling["temperature"], most, sampling["sampling_seed"], stops, **drawn)
             made = await engine.generate(ids, params)
-            tokens = made.token_ids
-            info["output_token_logprobs"] = [
-                [each, token, None] for each, token in zip(made.logprobs, tokens, strict=True)
-            ]
+            tokens, logprobs = made.token_ids, made.logprobs
+            if made.supports is not None and made.log_mass is not None:
+                size = json.loads((self.directory / "config.json").read_text())["vocab_size"]
+                masks = made.supports.masks(np.arange(len(tokens)), size)
+                info["output_token_sampling_mask"] = [np.flatnonzero(mask).tolist() for mask in masks]
+                info["output_token_sampling_logprobs"] = logprobs
+                if params.grammar is None:  # which changes the logits
+                    logprobs = [own + mass for own, mass in zip(logprobs, made.log_mass, strict=True)]
+            if params.restricted and not params.temperature:
+                info["output_token_sampling_mask"] = [[token] for token in tokens]
+                info["output_token_sampling_logprobs"] = [0.0] * len(tokens)
+            if self.forges:
+                info["output_token_sampling_mask"][1] = [tokens[1] ^ 1]
+            info["output_token_logprobs"] = [[each, token, None] for each, token in zip(logprobs, tokens, strict=True)]
             stopped = made.finish_reason == "stop"
             info["finish_reason"] = {"type": "stop", "matched": tokens[-1]} if stopped else {"type": "length"}
         info["weight_versions"] = [{"version": version, "start": 0, "end": len(tokens)}]

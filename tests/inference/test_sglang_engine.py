@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from pydantic import ValidationError
 
+from curation.tokenizer import train_tokenizer
 from inference.engines import RoutedConfig, SamplingParams, SglangConfig, open_engine
 from inference.engines.builtin import BuiltinEngine
 from inference.engines.sglang import SglangEngine
@@ -18,6 +22,9 @@ from tests.inference.sglang_server import LONGEST, SglangServer, serving
 
 pytestmark = pytest.mark.anyio
 FIRST, SECOND = "a" * 64, "b" * 64
+SIZE = 400
+ELEMENTS = [{"type": "token", "token": token} for token in (20, 21)]
+TAG = json.dumps({"type": "structural_tag", "format": {"type": "sequence", "elements": ELEMENTS}})
 PARAMS = SamplingParams(temperature=1.0, max_tokens=8, seed=5)
 
 
@@ -51,6 +58,34 @@ async def test_tokens_and_scores_are_those_of_the_policy(server: SglangServer, f
         await engine.score([5, 6], 0.5)
     await engine.close()
     await reference.close()
+
+
+@pytest.mark.parametrize("grammar", [None, TAG])
+async def test_what_tokens_were_drawn_from_is_what_the_server_says(tmp_path: Path, grammar: str | None) -> None:
+    folder = write_checkpoint(tmp_path / "policy", 0, vocab_size=SIZE)
+    (folder / "tokenizer.json").write_text(train_tokenizer(["def f(x): return x + 1\n"] * 9, [], SIZE).to_str())
+    with serving(folder) as server:
+        engine, reference = opened(server, folder), BuiltinEngine(folder, FIRST, threads=1)
+        params = SamplingParams(0.8, 12, 3, (3,), top_p=1.0 if grammar else 0.6, grammar=grammar)
+        found, wanted = await engine.generate([1, 2], params), await reference.generate([1, 2], params)
+        assert (found.token_ids, found.finish_reason) == (wanted.token_ids, wanted.finish_reason)
+        assert found.logprobs == pytest.approx(wanted.logprobs, abs=1e-6)
+        assert found.supports is not None and wanted.supports is not None and wanted.log_mass is not None
+        places = np.arange(len(found.token_ids))
+        np.testing.assert_array_equal(found.supports.masks(places, SIZE), wanted.supports.masks(places, SIZE))
+        if grammar is None:
+            assert found.log_mass == pytest.approx(wanted.log_mass, abs=1e-6)
+        else:
+            assert found.log_mass is None and found.token_ids[:2] == [20, 21]
+        greedy = await engine.generate([1, 2], replace(params, temperature=0.0))
+        assert greedy.supports is not None and greedy.logprobs == [0.0] * len(greedy.token_ids)
+        server.forges = True
+        with pytest.raises(EngineError, match=r"record of what .* tokens were drawn from leaves out the token at 1"):
+            await engine.generate([1, 2], params)
+        with pytest.raises(EngineError, match="sample it from the start"):
+            await engine.generate([1, 2, 20], replace(params, grammar=TAG, begun=1))
+        await engine.close()
+        await reference.close()
 
 
 async def test_an_update_pauses_loads_proves_and_only_then_names_the_version(

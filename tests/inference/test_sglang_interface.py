@@ -6,6 +6,7 @@ The wheel comes from PyPI (39 MB), or SGLANG_SOURCE names a folder with the pack
 from __future__ import annotations
 
 import ast
+import contextlib
 import os
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import pytest
 
 from inference.engines import SamplingParams, SglangConfig, open_engine
 from inference.engines import sglang as client
+from inference.errors import EngineError
 from tests.inference.conftest import write_checkpoint
 from tests.inference.sglang_server import GETS, serving
 
@@ -32,7 +34,7 @@ BODIES = {
 """Route -> (file, class) of its body."""
 READ = {
     "managers/scheduler.py": ("max_req_input_len",),
-    "arg_groups/field_order.py": ("enable_deterministic_inference", "enable_fp32_lm_head"),
+    "arg_groups/field_order.py": ("enable_deterministic_inference", "enable_fp32_lm_head", "sampling_mask_max_tokens"),
     "entrypoints/http_server.py": ("weight_version",),
     "managers/tokenizer_manager.py": (
         "output_ids",
@@ -41,6 +43,8 @@ READ = {
         "weight_version",
         "output_token_logprobs",
         "input_token_logprobs",
+        "output_token_sampling_mask",
+        "output_token_sampling_logprobs",
     ),
     "utils/weight_versions.py": ("weight_versions", "version", "start", "end"),
 }
@@ -70,6 +74,9 @@ async def sent(tmp_path: Path) -> list[tuple[str, Any]]:
         settings = SglangConfig(kind="sglang", base_url=server.address, unmatched="warn", tolerance=1e-3)
         engine = open_engine(settings, folders[0], "a" * 64)
         await engine.generate([1, 2], SamplingParams(1.0, 4, seed=1, stop_token_ids=(3,)))
+        await engine.generate([1, 2], SamplingParams(1.0, 4, seed=1, top_p=0.9))
+        with contextlib.suppress(EngineError):  # whose policy has no tokenizer
+            await engine.generate([1, 2], SamplingParams(1.0, 4, seed=1, grammar="{}"))
         await engine.load_weights(folders[1], "b" * 64)
         await engine.score([1, 2, 3])
         await engine.close()
@@ -110,6 +117,7 @@ async def test_every_route_and_field_that_we_send_is_the_servers(source: Path, s
         assert ("POST", path) in known, path
         unknown = set(body) - set(fields(source, *BODIES[path]))
         assert not unknown, f"{path}: {unknown}"
+    assert any("structural_tag" in body["sampling_params"] for path, body in sent if path == "/generate")
     sampling = set().union(*(body["sampling_params"] for path, body in sent if path == "/generate"))
     assert sampling - set(fields(source, "sampling/sampling_params.py", "SamplingParams")) == set()
     mode = ast.unparse(fields(source, *BODIES["/pause_generation"])["mode"].annotation)
