@@ -12,7 +12,30 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from contracts.errors import ConfigError
 from inference.engines.vllm_memory import NARROW, UTILIZATION, keeps_blocks, token_bytes, weight_bytes
-from inference.placement.mig import KINDS, PROCESSORS, Kind, Profile
+from inference.placement.mig import KINDS, POSITIONS, PROCESSORS, Kind, Profile
+
+
+class Slice(BaseModel):
+    """A MIG profile, as `triplane place --inventory` reads it from a driver."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    processors: int = Field(ge=1, le=PROCESSORS)
+    positions: int = Field(ge=1, le=POSITIONS)
+    starts: tuple[int, ...] = Field(min_length=1)
+    memory_gib: float = Field(gt=0)
+
+    @model_validator(mode="after")
+    def _legal(self) -> Slice:
+        if not all(0 <= start <= POSITIONS - self.positions for start in self.starts):
+            raise ValueError(f"{self.name}: a slice of {self.positions} of {POSITIONS} positions can't begin there")
+        return self
+
+    @property
+    def profile(self) -> Profile:
+        """The profile."""
+        return Profile(self.name, self.processors, self.positions, self.starts, self.memory_gib)
 
 
 class Gpus(BaseModel):
@@ -28,6 +51,8 @@ class Gpus(BaseModel):
     """Of one GPU; default: the kind's."""
     mig: bool = True
     """Whether they may be divided."""
+    slices: tuple[Slice, ...] | None = None
+    """How they can be divided; default: as the kind."""
 
     @model_validator(mode="after")
     def _known(self) -> Gpus:
@@ -38,9 +63,9 @@ class Gpus(BaseModel):
     @property
     def described(self) -> Kind:
         """What these GPUs are."""
-        known = KINDS.get(self.kind)
-        gigabytes = known.gigabytes if known and self.mig else (0, 0, 0)
-        return Kind(self.memory_gib or (known.memory_gib if known else 0.0), gigabytes)
+        known = KINDS.get(self.kind, Kind(0.0))
+        profiles = known.profiles if self.slices is None else tuple(each.profile for each in self.slices)
+        return Kind(self.memory_gib or known.memory_gib, profiles if self.mig else ())
 
 
 class Service(BaseModel):

@@ -33,6 +33,8 @@ class Profile:
     """Memory slices that it takes, of `POSITIONS`."""
     starts: tuple[int, ...]
     """Where it may begin."""
+    memory_gib: float | None = None
+    """Of a slice; None: a share of the GPU's."""
 
 
 @dataclass(frozen=True)
@@ -40,35 +42,34 @@ class Kind:
     """A model of GPU."""
 
     memory_gib: float
-    gigabytes: tuple[int, int, int]
-    """Of slices of 1, 2 and 4 positions, as profiles are named; zeros: it can't be divided."""
-
-    @property
-    def profiles(self) -> tuple[Profile, ...]:
-        """MIG profiles, without the variants with media engines (`+me`); empty if the GPU can't be divided."""
-        one, two, four = self.gigabytes
-        if not one:
-            return ()
-        return (
-            Profile(f"1g.{one}gb", 1, 1, tuple(range(PROCESSORS))),
-            Profile(f"1g.{two}gb", 1, 2, (0, 2, 4, 6)),
-            Profile(f"2g.{two}gb", 2, 2, (0, 2, 4)),
-            Profile(f"3g.{four}gb", 3, 4, (0, 4)),
-            Profile(f"4g.{four}gb", 4, 4, (0,)),
-        )
+    profiles: tuple[Profile, ...] = ()
+    """MIG profiles, without the variants with media engines (`+me`); empty if the GPU can't be divided."""
 
     def slice_bytes(self, profile: Profile) -> int:
-        """Lower bound of the memory of a slice, in bytes."""
-        return int(self.memory_gib * 2**30 * profile.positions / POSITIONS * SLICE_SHARE)
+        """Memory of a slice in bytes, or a lower bound of it."""
+        share = self.memory_gib * profile.positions / POSITIONS * SLICE_SHARE
+        return int((share if profile.memory_gib is None else profile.memory_gib) * 2**30)
+
+
+def _kind(memory_gib: float, one: int, two: int, four: int) -> Kind:
+    """one, two, four: gigabytes of slices of so many positions, as profiles are named."""
+    profiles = (
+        Profile(f"1g.{one}gb", 1, 1, tuple(range(PROCESSORS))),
+        Profile(f"1g.{two}gb", 1, 2, (0, 2, 4, 6)),
+        Profile(f"2g.{two}gb", 2, 2, (0, 2, 4)),
+        Profile(f"3g.{four}gb", 3, 4, (0, 4)),
+        Profile(f"4g.{four}gb", 4, 4, (0,)),
+    )
+    return Kind(memory_gib, profiles)
 
 
 KINDS: Mapping[str, Kind] = {
-    "A100-40GB": Kind(39.5, (5, 10, 20)),
-    "A100-80GB": Kind(79.2, (10, 20, 40)),
-    "H100-80GB": Kind(79.2, (10, 20, 40)),
-    "H100-94GB": Kind(93.1, (12, 24, 47)),
-    "H200-141GB": Kind(139.8, (18, 35, 71)),
-    "B200-180GB": Kind(178.0, (23, 45, 90)),
+    "A100-40GB": _kind(39.5, 5, 10, 20),
+    "A100-80GB": _kind(79.2, 10, 20, 40),
+    "H100-80GB": _kind(79.2, 10, 20, 40),
+    "H100-94GB": _kind(93.1, 12, 24, 47),
+    "H200-141GB": _kind(139.8, 18, 35, 71),
+    "B200-180GB": _kind(178.0, 23, 45, 90),
 }
 """GPUs by the names of fleet files."""
 Layout = tuple[tuple[Profile, int], ...]

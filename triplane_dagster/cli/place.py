@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,7 +19,12 @@ if TYPE_CHECKING:
 
 
 def place(
-    fleet: Annotated[Path, typer.Argument(metavar="FLEET.yaml", help="GPUs, and the models to serve on them.")],
+    fleet: Annotated[
+        Path | None, typer.Argument(metavar="FLEET.yaml", help="GPUs, and the models to serve on them.")
+    ] = None,
+    inventory: Annotated[
+        bool, typer.Option("--inventory", help="Print the GPUs of this machine as `gpus` of a fleet file, and end.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Print the model servers to start on whole GPUs and MIG slices, so that most of the wanted sequences fit on the
@@ -35,10 +41,17 @@ def place(
 
     Examples:
 
+        triplane place --inventory >> fleet.yaml          # on each node
+
         triplane place fleet.yaml
 
         triplane place fleet.yaml --json
     """
+    if inventory:
+        _print_inventory(as_json)
+        return
+    if fleet is None:
+        raise ConfigError("name a fleet file, or say --inventory: `triplane place --help` shows one")
     from inference.placement.fleet import Capacity, Fleet
 
     try:
@@ -53,6 +66,18 @@ def place(
         print_json({**vars(found), "servers": servers})
         return
     _print(found, wanted)
+
+
+def _print_inventory(as_json: bool) -> None:
+    import yaml
+
+    from inference.placement.inventory import inventory
+
+    found = {"gpus": inventory(platform.node())}
+    if as_json:
+        print_json(found)
+    else:
+        typer.echo(yaml.safe_dump(found, sort_keys=False, default_flow_style=None, width=120), nl=False)
 
 
 def _print(found: Placement, fleet: Fleet) -> None:
