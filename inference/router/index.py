@@ -139,13 +139,12 @@ class PrefixIndex:
             above, run = slot, self._reach[key]
         return len(keys)
 
-    def remove(self, keys: Sequence[int], holder: int) -> None:
-        """Take blocks from a holder. Unknown ones, and those that it does not have, are ignored."""
-        bit = 1 << holder
+    def remove(self, keys: Sequence[int], holders: int) -> None:
+        """Take blocks from a set of holders. Unknown blocks, and those that they do not have, are ignored."""
         for key in keys:
             slot = self._slots.get(key, _NONE)
-            if slot != _NONE and self._held[slot] & bit:
-                self._take(slot, bit)
+            if slot != _NONE and self._held[slot] & holders:
+                self._take(slot, holders)
 
     def prune(self, tip: int, holder: int, kept: Callable[[int], bool]) -> None:
         """Take the prefix `tip` from a holder, up to a block that a longer prefix of it needs or that is `kept`."""
@@ -160,16 +159,16 @@ class PrefixIndex:
             key = self._keys[above] if above != _NONE else -1
             self._take(slot, bit)
 
-    def _take(self, slot: int, bit: int) -> None:
-        self._held[slot] = self._one(self._held[slot] & ~bit)
+    def _take(self, slot: int, holders: int) -> None:
+        self._held[slot] = self._one(self._held[slot] & ~holders)
         goes = not self._held[slot] and self._child[slot] == _NONE
-        if not goes and self._reach[self._keys[slot]].holders & bit:
-            self._change_reach(slot, bit, False)
+        if not goes and self._reach[self._keys[slot]].holders & holders:
+            self._change_reach(slot, holders, False)
         while slot != _NONE and not self._held[slot] and self._child[slot] == _NONE:
             slot = self._delete(slot)
 
-    def _change_reach(self, slot: int, bit: int, reaches: bool) -> None:
-        """Make a block reachable for a holder, or unreachable, and what it has beyond."""
+    def _change_reach(self, slot: int, bits: int, reaches: bool) -> None:
+        """Make a block reachable for a holder, or unreachable for several, and what they have beyond."""
         above = self._parent[slot]
         stack = [(slot, None if above == _NONE else self._reach[self._keys[above]])]
         while stack:
@@ -179,10 +178,10 @@ class PrefixIndex:
                 before.start = self._depth[slot]  # the block was its first one
             elif above != _NONE and self._depth[above] < self._depth[before.last]:
                 before.last = above
-            run = self._join(slot, before.holders | bit if reaches else before.holders & ~bit, run)
+            run = self._join(slot, before.holders | bits if reaches else before.holders & ~bits, run)
             child = self._child[slot]
             while child != _NONE:
-                if self._held[child] & bit:
+                if self._held[child] & bits:
                     stack.append((child, run))
                 else:
                     self._reach[self._keys[child]].above = run

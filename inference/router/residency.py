@@ -1,7 +1,8 @@
 """What each replica has in its cache: from its events where it sends them, and assumed from our own decisions.
 
 A replica has two holders in the index: 2 i for what its events say, 2 i + 1 for what is assumed. Assumptions end after
-a lifetime; they tell of requests whose events are still to come, and of replicas that send none.
+a lifetime, and with the event that drops a block; they tell of requests whose events are still to come, and of replicas
+that send none.
 """
 
 from __future__ import annotations
@@ -125,8 +126,7 @@ class Residency:
     def clear(self, name: str) -> None:
         """Forget all that the replica has."""
         source = self._source(name)
-        self._index.remove([*source.known.values()], source.holder)
-        self._pairs -= len(source.known)
+        self._dropped(source, [*source.known.values()])
         source.known.clear()
         for tip in source.leases:
             self._index.prune(tip, source.holder + 1, lambda key: False)
@@ -175,11 +175,14 @@ class Residency:
             if isinstance(event, Stored):
                 self._stored(name, source, event)
             elif isinstance(event, Removed):
-                found = [source.known.pop(block) for block in event.blocks if block in source.known]
-                self._pairs -= len(found)
-                self._index.remove(found, source.holder)
+                self._dropped(source, [source.known.pop(block) for block in event.blocks if block in source.known])
             else:
                 self.clear(name)
+
+    def _dropped(self, source: _Source, hashes: Sequence[int]) -> None:
+        """The replica has dropped blocks that it had said it has: they are not assumed there any more either."""
+        self._pairs -= len(hashes)
+        self._index.remove(hashes, 0b11 << source.holder)
 
     def _stored(self, name: str, source: _Source, event: Stored) -> None:
         size = self._hasher.block_tokens
@@ -204,7 +207,7 @@ class Residency:
         self._pairs += len(source.known) - before
         while self._pairs > self._most:
             oldest = next(iter(source.known))
-            self._index.remove([source.known.pop(oldest)], source.holder)
+            self._index.remove([source.known.pop(oldest)], 1 << source.holder)
             self._pairs -= 1
 
     def assume(self, name: str, hashes: npt.NDArray[np.uint64], depths: Sequence[tuple[int, int]], now: float) -> None:

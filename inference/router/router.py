@@ -228,7 +228,8 @@ class Router:
             hashes, stay, known = found.chain.hashes, found.place, found.known
             found.known = len(hashes)
         output = max_tokens if self._length is None else min(max_tokens, int(self._length))
-        depths = self.index.depths(hashes, known)
+        usable = hashes if len(prompt) % self._hasher.block_tokens else hashes[:-1]  # engines compute the last token
+        depths = self.index.depths(usable, known)
         levels = cached_levels(depths, columns.even, self.config.block_tokens)
         if group is not None:
             meeting = hash64(group)

@@ -102,7 +102,7 @@ class ReferenceRouter:
     def choose(self, tokens: Sequence[int], most: int, session: str | None, group: str | None) -> ReferenceRequest:
         """See Router.choose."""
         prompt, output = len(tokens), min(most, int(self._length)) if self._length else most
-        depths = self.caches.depths(tokens)
+        depths = self.caches.depths(tokens[:-1])
         cached = {
             name: self._hasher.block_tokens * max(depths.get(each.events, 0), depths.get(each.assumed, 0))
             for name, each in self.replicas.items()
@@ -154,6 +154,13 @@ class ReferenceRouter:
         """See Router.end."""
         for each in self.replicas.values():
             each.sessions.pop(session, None)
+
+    def drop(self, name: str, prefixes: Sequence[Prefix]) -> None:
+        """An event says that the replica has dropped prefixes; those that no event said it has are ignored."""
+        replica = self.replicas[name]
+        known = [each for each in prefixes if each in self.caches.held.get(replica.events, ())]
+        for holder in (replica.events, replica.assumed):
+            self.caches.remove(holder, known)
 
     def clear(self, name: str) -> None:
         """The replica has nothing cached."""

@@ -83,9 +83,12 @@ class Load:
         prompt, turn = [len(name), *name.encode()[-3:]][:4], 0
         headers = {"x-session": name, "x-group": name.split()[0]} | ({"x-policy-version": self.pin} if self.pin else {})
         while not self.ending.is_set():
-            body = {"prompt": [each % 90 for each in prompt], "max_tokens": 8, "seed": turn, "return_token_ids": True}
-            self.replies.append(self.face.post("/v1/completions", body, **headers))
+            self.replies.append(self.ask([each % 90 for each in prompt], turn, headers))
             turn += 1
+
+    def ask(self, prompt: list[int], turn: int, headers: dict[str, str]) -> httpx.Response:
+        body = {"prompt": prompt, "max_tokens": 8, "seed": turn, "return_token_ids": True}
+        return self.face.post("/v1/completions", body, **headers)
 
     def end(self) -> None:
         self.ending.set()
@@ -98,7 +101,10 @@ class Load:
         """Of the tokens of all replies that have some."""
         choices = [reply.json()["choices"][0] for reply in self.replies if reply.is_success]
         assert all(choice["token_ids"] for choice in choices)
-        return {version for choice in choices for version, _, _ in choice["policy_spans"]}
+        return {version for choice in choices for version in self.versions_of(choice)}
+
+    def versions_of(self, choice: dict[str, Any]) -> set[str]:
+        return {version for version, _, _ in choice["policy_spans"]}
 
 
 def test_a_rolling_update_under_load_keeps_pinned_sessions_on_their_version(policies: tuple[Path, Path]) -> None:

@@ -219,7 +219,7 @@ def test_expected_output_is_learned_from_answers_that_sample() -> None:
 def test_nothing_is_cached_after_another_policy() -> None:
     made, prompt = router(3), list(range(40))
     made.finish(send(made, prompt, session="a"), seconds=0.1, sampled=4)
-    assert made.choose(prompt, max_tokens=8).cached == 40
+    assert made.choose(prompt, max_tokens=8).cached == 36, "the last token is computed"
     made.serve(Namespace("next"))
     assert made.choose(prompt, max_tokens=8, session="a").cached == 0
 

@@ -81,7 +81,7 @@ class Pair:
                 self.reference.clear(name)
             case 1 | 2 | 3:
                 event = Removed(whole[start : start + 4])
-                caches.remove(holder, whole[start : start + 4])
+                self.reference.drop(name, whole[start : start + 4])
             case _:
                 tokens = [token for prefix in whole[start:] for token in prefix[-SIZE:]]
                 event = Stored(whole[start:], parent, tokens, SIZE)

@@ -93,7 +93,7 @@ def test_depths_are_those_of_the_reference(
         start = min(start, len(prefixes))
         chain = keys(tokens)[start:]
         if what == "remove":
-            index.remove(chain, holder)
+            index.remove(chain, 1 << holder)
             reference.remove(holder, prefixes[start:])
         else:
             parent = keys(tokens)[start - 1] if start else None
@@ -107,7 +107,7 @@ def test_depths_are_those_of_the_reference(
             assert as_dict(found) == reference.depths(prompt) and all(mask for _, mask in found)
             assert found == index.depths(HASHER.prefixes(prompt, ROOT), hint)
     for holder in range(4):
-        index.remove([key for held in reference.held.get(holder, ()) for key in keys(list(held))[-1:]], holder)
+        index.remove([key for held in reference.held.get(holder, ()) for key in keys(list(held))[-1:]], 1 << holder)
     assert len(index) == 0 and sum(index._held) == 0
 
 
@@ -120,7 +120,7 @@ def test_runs_are_chains_of_blocks_that_the_same_holders_reach(
     for what, holder, tokens, start in changes:
         chain = keys(tokens)
         if what == "remove":
-            index.remove(chain[start:], holder)
+            index.remove(chain[start:], 1 << holder)
         else:
             index.store(chain[start:], holder, chain[start - 1] if 0 < start < len(chain) else None)
     blocks = defaultdict[_Run, list[int]](list)
@@ -168,7 +168,7 @@ def test_prefix_is_as_recent_as_what_was_removed_behind_it() -> None:
     index.store(keys([1, 1, 1, 1]), 0)
     index.store(keys([2, 2]), 0)
     index.touch(keys([1, 1, 1, 1])[1])
-    index.remove(keys([1, 1, 1, 1])[1:], 0)
+    index.remove(keys([1, 1, 1, 1])[1:], 1)
     index.store(keys([3, 3, 3, 3]), 0)
     assert keys([1, 1])[0] in index and keys([2, 2])[0] not in index
 

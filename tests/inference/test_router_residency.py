@@ -179,6 +179,21 @@ def test_assumptions_end_after_their_lifetime_unless_prolonged() -> None:
     assert len(caches.index) == 0
 
 
+def test_a_block_that_is_dropped_is_not_assumed_any_more() -> None:
+    caches, prompt = Caches(), [1, 1, 2, 2, 3, 3]
+    caches.assume(prompt, 0.0)
+    caches.residency.apply("r0", Batch(0, [Removed(names(prompt)[1:])]))
+    assert caches.depth(prompt, 0, assumed=True) == 3, "it was not stored yet"
+    caches.residency.apply("r0", Batch(1, [stored(prompt), Removed(names(prompt)[2:])]))
+    assert caches.depth(prompt, 0) == caches.depth(prompt, 0, assumed=True) == 2
+    caches.assume(prompt, 1.0)
+    assert caches.depth(prompt, 0, assumed=True) == 3
+    caches.residency.apply("r0", Batch(2, [Removed(names(prompt)[:1])]))
+    assert caches.depth(prompt, 0, assumed=True) == 0
+    caches.residency.apply("r0", Batch(3, [Cleared()]))
+    assert len(caches.index) == 0
+
+
 def test_assumptions_survive_eviction_between_choice_and_record() -> None:
     caches = Caches(capacity=3)
     caches.assume([1, 1, 2, 2], 0.0)
