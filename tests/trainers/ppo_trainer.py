@@ -1,31 +1,35 @@
 """A small PPO trainer with a value head of its own. Of Triplane it knows the bridge's client alone.
 
-policy --publish--> bridge <--episodes-- guessing    log-probabilities of sampling --> clipped ratio, GAE
+policy --publish--> bridge <--episodes-- hosted tasks    log-probabilities of sampling --> clipped ratio, GAE
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM
 
 from inference.bridge.client import Bridge
-from tests.trainers import guessing
-from tests.trainers.guessing import Played, Task
+from tests.trainers import hosted
+from tests.trainers.hosted import Played
 from tests.trainers.publishing import PolicyServer
 
 CLIP = 0.2
-LAMBDA = 0.95
-EPOCHS = 4
-MINIBATCH = 128
+LAMBDA = 1.0
+"""Of GAE: episodes are rewarded at their end alone."""
+EPOCHS = 1
+GROUP, PROMPTS, MINIBATCH = 8, 64, 64
+"""Episodes of a prompt, prompts of an iteration, and episodes of an optimizer step."""
+POLICY_RATE, VALUE_RATE = 9e-5, 3e-3
 VALUE_WEIGHT = 0.5
-ENTROPY_WEIGHT = 0.003
 _MAX_NORM = 1.0
+_PAD = 0
 
 
 @dataclass(frozen=True)
@@ -39,84 +43,50 @@ class Batch:
     logprobs: Tensor
     """[rows, tokens] of sampling; 0 elsewhere"""
     rewards: Tensor
-    """[rows, tokens]: 1 at the last policy token of a solved episode"""
+    """[rows, tokens]: the episode's, at its last policy token"""
 
 
 class PolicyAndValue(nn.Module):
     """A policy, and the value of each place as a linear function of its last hidden state."""
 
-    def __init__(self) -> None:
+    def __init__(self, start: str) -> None:
+        """start: checkpoint of the policy."""
         super().__init__()
-        config = Qwen3Config(
-            vocab_size=guessing.VOCABULARY,
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            head_dim=16,
-            max_position_embeddings=64,
-            tie_word_embeddings=True,
-            pad_token_id=guessing.PAD,
-            bos_token_id=guessing.BEGIN,
-            eos_token_id=guessing.END,
-        )
-        self.policy = Qwen3ForCausalLM(config).float()
-        self.value = nn.Linear(64, 1)
+        self.policy = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32)
+        self.value = nn.Linear(self.policy.config.hidden_size, 1)
         nn.init.zeros_(self.value.weight)
         nn.init.zeros_(self.value.bias)
 
-    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[rows, tokens] logprob of each token given those before (0 at the first), the entropy there, and the value of
-        the state before it.
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """[rows, tokens] logprob of each token given those before (0 at the first), and the value of the state before
+        it.
         """
         hidden = self.policy.model(ids).last_hidden_state[:, :-1]
         every = F.log_softmax(self.policy.lm_head(hidden), -1)
         chosen = every.gather(-1, ids[:, 1:, None])[..., 0]
-        entropy = -(every.exp() * every).sum(-1)
-        values = self.value(hidden)[..., 0]
-        return tuple(F.pad(each, (1, 0)) for each in (chosen, entropy, values))  # type: ignore[return-value]
+        values = self.value(hidden.detach())[..., 0]
+        return F.pad(chosen, (1, 0)), F.pad(values, (1, 0))
 
 
 def batch_of(played: Sequence[Played]) -> Batch:
     """Episodes as a batch."""
-    longest = 3 + 2 * guessing.GUESSES
-    ids = np.full((len(played), longest), guessing.PAD, np.int64)
+    rows = [(each.prompt, *each.tokens()) for each in played]
+    longest = max(len(prompt) + len(ids) for prompt, ids, _, _ in rows)
+    ids = np.full((len(played), longest), _PAD, np.int64)
     mask, logprobs, rewards = (np.zeros((len(played), longest), np.float32) for _ in range(3))
-    for row, episode in enumerate(played):
-        place = len(episode.task.prompt)
-        ids[row, :place] = episode.task.prompt
-        for turn in episode.turns:
-            for token in turn.observation_ids:
-                ids[row, place] = token
-                place += 1
-            ids[row, place], logprobs[row, place], mask[row, place] = turn.token_ids[0], turn.logprobs[0], 1
-            place += 1
-        rewards[row, place - 1] = episode.solved
+    for row, (prompt, tokens, sampled, own) in enumerate(rows):
+        after = slice(len(prompt), len(prompt) + len(tokens))
+        ids[row, : len(prompt)], ids[row, after] = prompt, tokens
+        logprobs[row, after], mask[row, after] = sampled, own
+        rewards[row, len(prompt) + np.flatnonzero(own)[-1]] = played[row].reward
     return Batch(*(torch.from_numpy(each) for each in (ids, mask, logprobs, rewards)))
-
-
-def warm_start(model: PolicyAndValue, steps: int, seed: int) -> None:
-    """Learn to guess within the range."""
-    rows = guessing.demonstrations(4096, seed)
-    longest = max(map(len, rows))
-    ids = torch.tensor([row + [guessing.PAD] * (longest - len(row)) for row in rows])
-    guesses = ids >= guessing.FIRST
-    guesses[:, :3] = False
-    optimizer = torch.optim.AdamW(model.policy.parameters(), 2e-3, weight_decay=0.0)
-    for step in range(steps):
-        chosen = slice(step * 128 % 4096, step * 128 % 4096 + 128)
-        logprobs, _, _ = model(ids[chosen])
-        loss = -(logprobs * guesses[chosen]).sum() / guesses[chosen].sum()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
 
 
 def update(model: PolicyAndValue, optimizer: torch.optim.Optimizer, batch: Batch) -> float:
     """One iteration of PPO. Returns the largest difference between the bridge's log-probabilities and the model's."""
     with torch.no_grad():
-        before, _, values = model(batch.ids)
+        parts = [model(rows) for rows in batch.ids.split(MINIBATCH)]
+        before, values = (torch.cat(each) for each in zip(*parts, strict=True))
     difference = float(((before - batch.logprobs) * batch.mask).abs().max())
     advantages, returns = _advantages(batch, values)
     for _ in range(EPOCHS):
@@ -134,13 +104,13 @@ def _shuffled(played: Sequence[Played]) -> list[Played]:
 
 
 def _loss(model: PolicyAndValue, batch: Batch, rows: Tensor, advantages: Tensor, returns: Tensor) -> Tensor:
-    """PPO's loss of some episodes: clipped ratio (arXiv:1707.06347, equation 7), value and entropy."""
-    logprobs, entropy, values = model(batch.ids[rows])
+    """PPO's loss of some episodes: clipped ratio (arXiv:1707.06347, equation 7), and value."""
+    logprobs, values = model(batch.ids[rows])
     mask, gain = batch.mask[rows], advantages[rows]
     ratio = torch.exp((logprobs - batch.logprobs[rows]) * mask)
     clipped = torch.minimum(ratio * gain, ratio.clamp(1 - CLIP, 1 + CLIP) * gain)
     errors = (values - returns[rows]).square()
-    return ((VALUE_WEIGHT * errors - clipped - ENTROPY_WEIGHT * entropy) * mask).sum() / mask.sum()
+    return ((VALUE_WEIGHT * errors - clipped) * mask).sum() / mask.sum()
 
 
 def _advantages(batch: Batch, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -159,41 +129,34 @@ def _advantages(batch: Batch, values: Tensor) -> tuple[Tensor, Tensor]:
     return (advantages - chosen.mean()) / (chosen.std() + 1e-6), returns
 
 
-def solving(bridge: Bridge, wanted: Sequence[Task], seed: int, group: int = 4) -> float:
-    """Percent of episodes that are solved, at temperature 1."""
-    played = bridge.run(lambda client: guessing.play(client, wanted, seed, group))
-    return 100 * sum(each.solved for each in played) / len(played)
-
-
 def train(
-    server: PolicyServer, iterations: int, episodes: int, seed: int, permute: bool = False
+    server: PolicyServer, start: str, task_ids: Sequence[str], held_out: Sequence[str], iterations: int, permute: bool
 ) -> dict[str, list[float]]:
-    """Train a policy from a warm start. Returns held-out solving before and after, and by iteration the solving of
-    the trained tasks and the difference of log-probabilities.
+    """Train a policy. Returns held-out solving before and after, and by iteration the solving of the trained tasks and
+    the difference of log-probabilities.
 
     permute: give the rewards to other episodes, a control that must not learn.
     """
-    torch.manual_seed(seed)
-    torch.set_num_threads(1)
-    held_out = guessing.tasks(100, seed, held_out=True)
-    model = PolicyAndValue()
-    warm_start(model, 200, seed)
-    optimizer = torch.optim.AdamW(model.parameters(), 2e-3, weight_decay=0.0)
+    torch.manual_seed(1)
+    model, drawn = PolicyAndValue(start), np.random.default_rng(1)
+    rates = [(model.policy, POLICY_RATE), (model.value, VALUE_RATE)]
+    optimizer = torch.optim.AdamW(
+        [{"params": part.parameters(), "lr": rate} for part, rate in rates], betas=(0.0, 0.95), weight_decay=0.0
+    )
     server.publish(model.policy)
     found: dict[str, list[float]] = {"held_out": [], "trained": [], "difference": []}
     with Bridge(server.address) as bridge:
-        found["held_out"].append(solving(bridge, held_out, seed))
+        found["held_out"].append(bridge.run(partial(hosted.solving, task_ids=held_out, seed=0)))
         for iteration in range(iterations):
-            wanted = guessing.tasks(episodes, seed + 1 + iteration)
-            played = bridge.run(lambda client, w=wanted, i=iteration: guessing.play(client, w, seed + 1 + i))
+            wanted = drawn.choice(task_ids, PROMPTS, replace=False).tolist()
+            played = bridge.run(partial(hosted.play, task_ids=wanted, seed=1 + iteration, group=GROUP))
             versions = {span.version for each in played for turn in each.turns for span in turn.spans}
             assert versions == {server.version}
             found["trained"].append(100 * sum(each.solved for each in played) / len(played))
             if permute:
-                played = [
-                    replace(each, solved=other.solved) for each, other in zip(played, _shuffled(played), strict=True)
-                ]
+                others = _shuffled(played)
+                played = [replace(each, reward=other.reward) for each, other in zip(played, others, strict=True)]
             found["difference"].append(update(model, optimizer, batch_of(played)))
             server.publish(model.policy)
-        found["held_out"].append(solving(bridge, held_out, seed + 1_000))
+        found["held_out"].append(bridge.run(partial(hosted.solving, task_ids=held_out, seed=1_000)))
     return found

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -19,9 +19,9 @@ _WAIT_S = 60.0
 class PolicyServer:
     """A bridge in a process of its own, and the checkpoints that it was given."""
 
-    def __init__(self, python: str, folder: Path) -> None:
-        """python: of the environment with Triplane."""
-        self._python, self._folder = python, folder
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], folder: Path) -> None:
+        """command: starts a bridge, without its address and policy."""
+        self._command, self._environment, self._folder = command, environment, folder
         self.address = f"unix:{folder / 'bridge.sock'}"
         self.version = ""
         """Policy version that it serves."""
@@ -35,7 +35,7 @@ class PolicyServer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._process is not None:
-            self._process.kill()
+            self._process.terminate()
             self._process.communicate()
 
     def publish(self, model: Any) -> None:
@@ -57,11 +57,10 @@ class PolicyServer:
         shutil.rmtree(self._folder / f"policy-{self._count - 1}")
 
     def _started(self, file: Path) -> subprocess.Popen[str]:
-        command = [self._python, "-m", "inference", "bridge", "--policy-file", str(file), "--listen", self.address]
         process = subprocess.Popen(
-            [*command, "--threads", "1"],
+            [*self._command, "--policy-file", str(file), "--listen", self.address],
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1"},
+            env={**self._environment, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"},
             stdout=subprocess.PIPE,
             text=True,
         )

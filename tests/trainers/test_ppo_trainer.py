@@ -1,38 +1,39 @@
-"""A PPO trainer that knows the bridge's client alone learns from episodes over it."""
+"""A PPO trainer that knows the bridge's client alone learns quickstart's tasks from hosted episodes."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.trainers.conftest import Quickstart
 from tests.trainers.publishing import PolicyServer
 
-pytestmark = pytest.mark.trainers
+pytestmark = [pytest.mark.trainers, pytest.mark.timeout(3600)]
+ITERATIONS = 8
 
 
-def train(server: PolicyServer, **options: Any) -> dict[str, list[float]]:
+def train(quickstart: Quickstart, folder: Path, *, permute: bool) -> dict[str, list[float]]:
     """Imported here: the default suite collects this file, and transformers takes seconds."""
     from tests.trainers import ppo_trainer
 
-    return ppo_trainer.train(server, **options)
-
-
-def test_ppo_with_its_own_value_head_raises_held_out_solving(tmp_path: Path) -> None:
-    with PolicyServer(sys.executable, tmp_path) as server:
-        found = train(server, iterations=40, episodes=512, seed=1)
+    with PolicyServer(quickstart.command, quickstart.environment, folder) as server:
+        tasks = quickstart.train, quickstart.held_out
+        found = ppo_trainer.train(server, quickstart.start, *tasks, ITERATIONS, permute)
     before, after = found["held_out"]
-    print(f"held-out solving {before:.1f}% -> {after:.1f}%; trained {[round(each) for each in found['trained']]}")
+    name = "with permuted rewards " if permute else ""
+    print(f"held-out solving {name}{before:.1f}% -> {after:.1f}%; trained {[round(each) for each in found['trained']]}")
+    return found
+
+
+def test_ppo_with_its_own_value_head_raises_held_out_solving(quickstart: Quickstart, tmp_path: Path) -> None:
+    found = train(quickstart, tmp_path, permute=False)
+    before, after = found["held_out"]
     assert after >= before + 15
     # what the bridge served is what was trained
     assert max(found["difference"]) < 1e-3
 
 
-def test_ppo_learns_nothing_from_permuted_rewards(tmp_path: Path) -> None:
-    with PolicyServer(sys.executable, tmp_path) as server:
-        found = train(server, iterations=40, episodes=512, seed=1, permute=True)
-    before, after = found["held_out"]
-    print(f"held-out solving with permuted rewards {before:.1f}% -> {after:.1f}%")
+def test_ppo_learns_nothing_from_permuted_rewards(quickstart: Quickstart, tmp_path: Path) -> None:
+    before, after = train(quickstart, tmp_path, permute=True)["held_out"]
     assert after < before + 10

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractAsyncContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -20,6 +21,13 @@ def bridge(
     policy: Annotated[
         str, typer.Option(help="Digest (or prefix) of a checkpoint, or base; default: the live policy.")
     ] = "live",
+    policy_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="A file whose first line names the policy to sample with; another one is served when it changes."
+            " --policy is then only the one whose tokenizer is used."
+        ),
+    ] = None,
     listen: options.Listen = None,
     journal: options.JournalFolder = None,
     lease: options.Lease = 600.0,
@@ -47,10 +55,13 @@ def bridge(
 
         TRIPLANE_ENVD=unix:/run/envd.sock triplane bridge -e quickstart --journal /tmp/bridge
 
+        triplane bridge --policy base --policy-file /tmp/policy     # a trainer publishes weights by this file
+
         triplane bridge --set engine.kind=openai --set engine.base_url=http://127.0.0.1:8000/v1
     """
     from contracts.rpc.listening import Listening
     from contracts.rpc.meeting import default_address
+    from inference.bridge.policy_file import PolicyFile
     from inference.bridge.registry import Bounds
     from inference.bridge.serve import SOCKET, Options, serve
     from ops.bridge_hosting import open_hosting
@@ -66,10 +77,11 @@ def bridge(
     def opened() -> AbstractAsyncContextManager[Hosting]:
         return open_hosting(found, store, checkpoint, suite, sandboxes)
 
+    followed = None if policy_file is None else PolicyFile(policy_file, store.url)
     listening = Listening(listen or default_address(SOCKET), tls_cert, tls_key, tls_client_ca, key_file, insecure)
     bounds = Bounds(max_episodes or found.rollouts.concurrency, lease)
-    served = Options(listening, bounds, journal, drain, found.engine, hosting=opened, metrics=metrics)
+    served = Options(listening, bounds, journal, drain, found.engine, followed, opened, metrics)
     try:
-        serve(checkpoint.directory(), checkpoint.ref.digest, served)
+        serve(*(followed.read() if followed else (checkpoint.directory(), checkpoint.ref.digest)), served)
     finally:
         sandboxes.close()
