@@ -1,8 +1,7 @@
 """Tasks: suites made of packages of an index, without a setting for any: yields, time, and speed of the screen.
 
-For each package, `triplane tasks make` runs in its own store, two packages at a time: each has phases in which a core
-is idle. Then the oracle, noop and an agent that searches its sandbox for the solution (`tasks_attacker`) play tasks of
-the suites.
+For each package, `triplane tasks make` runs in its own store; then the oracle, noop and an agent that searches its
+sandbox for the solution (`tasks_attacker`) play tasks of the suite.
 """
 
 from __future__ import annotations
@@ -15,15 +14,14 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from pydantic import Field
 
 from benchmarks import tasks_attacker
 from benchmarks.result import Options, Result
-from contracts.artifacts import Artifact
 from contracts.errors import TriplaneError
-from contracts.store import Store, open_store
+from contracts.store import open_store
 from contracts.tasks import Task
 from curation.tasks.agents import Agent, Observation, agent_named, play_suite
 from curation.tasks.factory.make import MakeConfig, make_suite
@@ -37,7 +35,7 @@ PACKAGES = (
     "attrs==26.1.0,boltons==26.2.0,cachetools==8.0.1,click==8.5.1,humanize==4.17.0,itsdangerous==2.2.0,jinja2==3.1.6,"
     "more-itertools==11.2.1,parse==1.22.4,sqlparse==0.6.1,tomlkit==0.15.2,toolz==1.0.0"
 )
-COUNT = 428
+COUNT = 425
 
 
 class TasksOptions(Options):
@@ -47,8 +45,6 @@ class TasksOptions(Options):
     """Pinned packages whose source distributions hold tests, with commas between."""
     count: int = Field(COUNT, ge=1)
     """Tasks wanted of each package."""
-    at_once: int = Field(2, ge=1)
-    """Packages made at the same time."""
     played: int = Field(50, ge=1)
     """Tasks of each package that the agents play, spread over its suite."""
     folder: str = ""
@@ -73,31 +69,25 @@ class Searcher:
 
 
 def run(options: TasksOptions) -> Result:
-    """Make all suites, then play some tasks of each."""
+    """Make all suites, one after the other."""
     with tempfile.TemporaryDirectory(prefix="bench-tasks-") as scratch, LocalEnvd(rules=TRUSTED) as envd:
         return asyncio.run(_run(options, Path(options.folder or scratch), envd.address))
 
 
 async def _run(options: TasksOptions, folder: Path, address: str) -> Result:
-    slots = asyncio.Semaphore(options.at_once)
+    rows: list[dict[str, Any]] = []
+    packages = options.packages.split(",")
     async with SandboxClient(address) as client:
-
-        async def made(pin: str) -> _Made:
-            async with slots:
-                found = await _make(pin, options.count, folder / pin.split("==")[0], client)
-            print(found.row, file=sys.stderr, flush=True)
-            return found
-
-        began = time.perf_counter()
-        every = await asyncio.gather(*map(made, options.packages.split(",")))
-        minutes = (time.perf_counter() - began) / 60
-        rows = [await _played(each, options.played, client) for each in every]
+        for pin in packages:
+            print(f"{pin} ...", file=sys.stderr, flush=True)
+            rows.append(await _package(pin, options, folder / pin.split("==")[0], client))
+            print(rows[-1], file=sys.stderr, flush=True)
     working = [row for row in rows if row["tasks"]]
     metrics = {
         "packages_that_work": float(len(working)),
         "share_of_packages": len(working) / len(rows),
         "tasks": float(sum(row["tasks"] for row in rows)),
-        "minutes": minutes,
+        "minutes": sum(row["seconds"] for row in rows) / 60,
         "oracle_score": min((row["oracle"] for row in working), default=0.0),
         "noop_score": max((row["noop"] for row in working), default=1.0),
         "search_score": max((row["search"] for row in working), default=1.0),
@@ -108,31 +98,17 @@ async def _run(options: TasksOptions, folder: Path, address: str) -> Result:
     return Result(metrics, rows, judged=whole)
 
 
-class _Made(NamedTuple):
-    """A package's suite, and its row of the result."""
-
-    row: dict[str, Any]
-    suite: Artifact | None
-    store: Store
-
-
-async def _make(pin: str, count: int, folder: Path, client: SandboxClient) -> _Made:
-    store, began, suite, note = open_store(str(folder)), time.perf_counter(), None, ""
+async def _package(pin: str, options: TasksOptions, folder: Path, client: SandboxClient) -> dict[str, Any]:
+    store, began = open_store(str(folder)), time.perf_counter()
+    row: dict[str, Any] = {"package": pin, "tasks": 0, "seconds": 0.0, "played": 0, **dict.fromkeys(_AGENTS, 0.0)}
+    row |= {"in_two_splits": 0, "note": ""}
     try:
-        suite = await make_suite(f"pypi:{pin}", MakeConfig(count), DEFAULT_SHARES, store, client)
+        suite = await make_suite(f"pypi:{pin}", MakeConfig(options.count), DEFAULT_SHARES, store, client)
     except TriplaneError as error:
-        note = str(error)[:200]
-    row: dict[str, Any] = {"package": pin, "tasks": len(suite_tasks(suite, None)) if suite is not None else 0}
-    row |= {"seconds": round(time.perf_counter() - began, 1), "played": 0, **dict.fromkeys(_AGENTS, 0.0)}
-    return _Made(row | {"in_two_splits": 0, "note": note}, suite, store)
-
-
-async def _played(made: _Made, count: int, client: SandboxClient) -> dict[str, Any]:
-    row, suite, store = made
-    if suite is None:
-        return row
+        return row | {"seconds": round(time.perf_counter() - began, 1), "note": str(error)[:200]}
+    seconds = round(time.perf_counter() - began, 1)
     tasks = list(suite_tasks(suite, None).values())
-    some = tasks[:: max(1, -(-len(tasks) // count))]
+    some = tasks[:: max(1, -(-len(tasks) // options.played))]
     scores = {}
     for name in _AGENTS:
         agent: Agent = Searcher() if name == "search" else agent_named(name)
@@ -146,4 +122,4 @@ async def _played(made: _Made, count: int, client: SandboxClient) -> dict[str, A
         for place in (str(task.meta["path"]), str(task.meta["function"])):
             splits[place].add(task.split.value)
     shared = sum(len(each) > 1 for each in splits.values())
-    return row | {"played": len(some), **scores, "in_two_splits": shared}
+    return row | {"tasks": len(tasks), "seconds": seconds, "played": len(some), **scores, "in_two_splits": shared}

@@ -129,7 +129,13 @@ def _commit(directory: Path) -> None:
         ["add", "--all", "--force"],
         ["commit", "--quiet", "--allow-empty", "--message=template"],
     ):
-        done = subprocess.run(["git", "-c", "maintenance.auto=false", *command], cwd=directory, env=environment, capture_output=True, check=False)
+        done = subprocess.run(
+            ["git", "-c", "maintenance.auto=false", *command],
+            cwd=directory,
+            env=environment,
+            capture_output=True,
+            check=False,
+        )
         if done.returncode:
             said = " ".join(done.stderr.decode(errors="replace").split())
             raise TemplateError(
