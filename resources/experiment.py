@@ -458,7 +458,8 @@ class Experiment(Section):
         for name in sorted(self.rollouts.restrictions - self.engine.restrictions):
             raise ValueError(
                 f"rollouts.{name} samples from part of the vocabulary, of which engine.kind {self.engine.kind} gives no"
-                " record to train on: use builtin, or for a grammar vllm with engine.flags [--no-skip-tokenizer-init]"
+                " record to train on: use builtin or sglang, or for a grammar vllm with engine.flags"
+                " [--no-skip-tokenizer-init]"
             )
 
     def _require_experts(self) -> None:

@@ -70,11 +70,11 @@ class RolloutConfig(BaseModel):
     grammar: bool = False
     """Whether tool calls are sampled under the grammar of the task's tools: a call that ends is valid. Tokens without
     an alternative are inserted instead of sampled; the supports of the others are recorded, and the trainer normalizes
-    over them. The engine must be `builtin`, or `vllm` with the flag --no-skip-tokenizer-init.
+    over them. The engine must be `builtin`, `sglang`, or `vllm` with the flag --no-skip-tokenizer-init.
     """
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     """Sample from the most probable tokens whose probabilities add up to at least this (nucleus sampling); 1: from all.
-    Supports are recorded, too. The engine must be `builtin`.
+    Supports are recorded, too. The engine must be `builtin` or `sglang`.
     """
     carry_over: int = Field(default=0, ge=0, le=1_000_000)
     """Groups in flight beyond those that an iteration needs (partial rollouts, arXiv:2509.18521). The iteration ends
