@@ -64,8 +64,6 @@ def _checkpoint_config(found: Mapping[str, Any]) -> dict[str, Any]:
     own = dict(found)
     if own.get("num_key_value_heads") is None and "num_attention_heads" in own:
         own["num_key_value_heads"] = own["num_attention_heads"]
-    if not own.get("num_experts") and "num_local_experts" in own:
-        own["num_experts"] = own["num_local_experts"]
     shape = Architecture.from_config(own)
     config: dict[str, Any] = {
         "architectures": [CLASSES[shape.family]],

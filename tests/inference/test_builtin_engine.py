@@ -1,5 +1,7 @@
 import asyncio
+import json
 import random
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -221,6 +223,18 @@ async def test_tokens_after_a_reload_are_those_of_the_new_policy_alone(policy: P
             for _, start, end in [span for span in completion.spans if span[0] == version]:
                 assert completion.logprobs[start:end] == scores[3 + start : 3 + end]
         await fresh.close()
+
+
+async def test_transformers_5_names_the_number_of_experts_otherwise(policy: Path, tmp_path: Path) -> None:
+    renamed = Path(shutil.copytree(policy, tmp_path / "renamed"))
+    config = json.loads((policy / "config.json").read_text())
+    config["num_local_experts"] = config.pop("num_experts")
+    (renamed / "config.json").write_text(json.dumps(config))
+    own, other = (BuiltinEngine(each, "v", threads=1) for each in (policy, renamed))
+    wanted = calls(2, 0)
+    assert await alone(own, wanted) == await alone(other, wanted)
+    for each in (own, other):
+        await each.close()
 
 
 async def test_another_architecture_is_refused_and_the_policy_in_place_stays(
