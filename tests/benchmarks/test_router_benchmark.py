@@ -27,7 +27,7 @@ def test_index_holds_what_both_sides_are_given() -> None:
     assert 8_000 < blocks <= 10_000 and made.residency.counters.orphans == 0
     for chain, holders in zip(load.chains, load.holders, strict=True):
         depth = max(depth for _, depth in holders)
-        assert made.choose(chain, max_tokens=1).cached == depth * router.SIZE
+        assert made.choose([*chain, 0], max_tokens=1).cached == depth * router.SIZE
 
 
 def test_missing_peer_is_named(tmp_path: Path) -> None:

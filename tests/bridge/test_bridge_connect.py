@@ -198,6 +198,7 @@ def test_turns_outlive_their_stream(policy: Path, tmp_path: Path) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_client_that_reads_late_gets_everything_in_few_messages(policy: Path, tmp_path: Path) -> None:
     """And the server's memory does not grow with what it has not read."""
 

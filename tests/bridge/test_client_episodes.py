@@ -127,6 +127,7 @@ async def test_key_is_sent_and_missed(policy: Path, tmp_path: Path) -> None:
     await engine.close()
 
 
+@pytest.mark.slow
 @looped
 async def test_hundreds_of_episodes_through_cut_connections(policy: Path, tmp_path: Path) -> None:
     async with builtin_bridge(policy, tmp_path) as (_, server, _):

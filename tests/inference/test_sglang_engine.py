@@ -60,7 +60,7 @@ async def test_tokens_and_scores_are_those_of_the_policy(server: SglangServer, f
     await reference.close()
 
 
-@pytest.mark.parametrize("grammar", [None, TAG])
+@pytest.mark.parametrize("grammar", [None, pytest.param(TAG, marks=pytest.mark.slow)])
 async def test_what_tokens_were_drawn_from_is_what_the_server_says(tmp_path: Path, grammar: str | None) -> None:
     folder = write_checkpoint(tmp_path / "policy", 0, vocab_size=SIZE)
     (folder / "tokenizer.json").write_text(train_tokenizer(["def f(x): return x + 1\n"] * 9, [], SIZE).to_str())

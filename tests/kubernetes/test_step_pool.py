@@ -194,6 +194,7 @@ def test_what_a_step_leaves_running_is_killed(pod: Pod, tmp_path: Path) -> None:
     assert call.result().exit_code == 0 and all(map(is_gone, pids))
 
 
+@pytest.mark.slow
 def test_sigterm_ends_the_step_before_the_pod(own: Pod, tmp_path: Path) -> None:
     call, pids = own.started("sleep", tmp_path / "pids")
     own.process.send_signal(signal.SIGTERM)
@@ -201,6 +202,7 @@ def test_sigterm_ends_the_step_before_the_pod(own: Pod, tmp_path: Path) -> None:
     assert own.process.wait(PATIENCE_S) == 0 and all(map(is_gone, pids))
 
 
+@pytest.mark.slow
 def test_changed_experiment_files_restart_the_pod(own: Pod) -> None:
     (own.experiments / "one.yaml").write_text("name: two")
     code, words = refused(own.claim)

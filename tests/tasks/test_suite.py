@@ -111,7 +111,7 @@ def test_tasks_survive_the_table(tasks: list[Task]) -> None:
     assert read_tasks(tasks_table(tasks)) == tasks
 
 
-@pytest.mark.parametrize("count", [8, 9, 100, 1500])
+@pytest.mark.parametrize("count", [8, 9, 100, pytest.param(1500, marks=pytest.mark.slow)])
 def test_any_number_of_tasks_can_be_asked_for(count: int) -> None:
     tasks = generate_tasks(TaskSuiteConfig.of_count(count))
     assert len(tasks) == count
