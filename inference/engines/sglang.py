@@ -69,7 +69,7 @@ class SglangEngine(StreamsWhole):
         self._longest = 0
         """Tokens of the longest prompt that the server accepts."""
         self._widest = 0
-        """Tokens of the largest support that the server returns."""
+        """Tokens of the largest support that the server returns; 0: it returns none."""
         self._lock = asyncio.Lock()
         self._in_flight = 0
         self._idle = asyncio.Event()
@@ -168,7 +168,7 @@ class SglangEngine(StreamsWhole):
     async def _attach(self) -> None:
         await self._wait_until_ready()
         info = await self._client.call("GET", "/server_info")
-        self._longest, self._widest = int(info["max_req_input_len"]) - 1, int(info["sampling_mask_max_tokens"])
+        self._longest, self._widest = int(info["max_req_input_len"]) - 1, int(info.get("sampling_mask_max_tokens", 0))
         if not info.get("enable_deterministic_inference"):
             _log.warning(
                 "%s ignores seeds: start it with --enable-deterministic-inference for samples that can be repeated",
@@ -280,6 +280,11 @@ class SglangEngine(StreamsWhole):
             "return_logprob": True,
             "cache_salt": version,
         }
+        if params.restricted and not self._widest:
+            raise EngineError(
+                f"{self._client.base} does not return what tokens were drawn from under a grammar or top_p: use SGLang"
+                " 0.5.23 or later, or leave rollouts.grammar and rollouts.top_p out"
+            )
         if params.restricted:
             sampling |= {"top_p": params.top_p, "top_k": self._widest}
             body["return_sampling_mask"] = True
@@ -311,10 +316,12 @@ class SglangEngine(StreamsWhole):
         size, writer = int(self._files.config()["vocab_size"]), SupportsWriter()
         for ids in masks:
             mask = np.zeros(size, np.bool_)
-            mask[ids] = True
+            mask[[each for each in ids if 0 <= each < size]] = True
             writer.add(mask)
         supports = writer.supports()
         fault = supports.fault(np.array(made.token_ids, np.int64), size)
+        if not all(0 <= each < size for ids in masks for each in ids):
+            fault = f"names a token outside 0..{size - 1}"
         if fault or len(logprobs) != len(masks):
             raise EngineError(
                 f"SGLang's record of what {len(made.token_ids)} tokens were drawn from"

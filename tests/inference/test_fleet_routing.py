@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -107,6 +107,16 @@ class Load:
         return {version for version, _, _ in choice["policy_spans"]}
 
 
+def end(pinned: Sequence[Load], free: Load) -> None:
+    """End loads during which the versions changed: each has tokens of its own version alone, or was refused."""
+    for load in (*pinned, free):
+        load.end()
+    for load in pinned:
+        assert load.versions() == {load.pin}
+        assert {reply.status_code for reply in load.replies} == {200, 409}
+    assert {reply.status_code for reply in free.replies} == {200}
+
+
 def test_a_rolling_update_under_load_keeps_pinned_sessions_on_their_version(policies: tuple[Path, Path]) -> None:
     with ExitStack() as stack:
         urls = [stack.enter_context(served(policies[0], "first")).removesuffix("/v1") for _ in range(3)]
@@ -146,12 +156,7 @@ def test_no_pinned_reply_has_a_token_of_another_version_over_five_updates(polici
         free = Load(face, "free", 1)
         for number in range(5):
             fleet("update", "--policy", str(policies[(number + 1) % 2]), "--router", face.url, "--deadline", "0")
-        for load in (*loads, free):
-            load.end()
-        for load in loads:
-            assert load.versions() == {load.pin}
-            assert {reply.status_code for reply in load.replies} == {200, 409}
-        assert {reply.status_code for reply in free.replies} == {200}
+        end(loads, free)
 
 
 def test_servers_join_and_one_that_is_killed_or_lapses_costs_no_request(

@@ -79,6 +79,10 @@ async def test_what_tokens_were_drawn_from_is_what_the_server_says(tmp_path: Pat
             assert found.log_mass is None and found.token_ids[:2] == [20, 21]
         greedy = await engine.generate([1, 2], replace(params, temperature=0.0))
         assert greedy.supports is not None and greedy.logprobs == [0.0] * len(greedy.token_ids)
+        engine._widest = 0
+        with pytest.raises(EngineError, match=r"use SGLang 0\.5\.23 or later"):
+            await engine.generate([1, 2], params)
+        engine._widest = 1024
         server.forges = True
         with pytest.raises(EngineError, match=r"record of what .* tokens were drawn from leaves out the token at 1"):
             await engine.generate([1, 2], params)

@@ -27,7 +27,7 @@ from inference.router.subscriber import Subscriptions
 from tests.http_client import HTTP
 from tests.inference.conftest import write_checkpoint
 from tests.inference.test_cache_events import events_port, reached
-from tests.inference.test_fleet_routing import Load, fleet, state
+from tests.inference.test_fleet_routing import Load, end, fleet, state
 from tests.inference.test_route_command import routed
 from tests.vllm.conftest import real_config
 from tests.vllm.fleet_servers import until
@@ -252,12 +252,7 @@ def test_no_pinned_reply_has_a_token_of_another_version_over_twenty_updates(
         free = VllmLoad(face, "free", 1)
         for number in range(UPDATES):
             fleet("update", "--policy", str(named[(number + 1) % 2]), "--router", face.url, "--deadline", "0")
-        for load in (*loads, free):
-            load.end()
-        for load in loads:
-            assert load.versions() == {load.pin}
-            assert {reply.status_code for reply in load.replies} == {200, 409}
-        assert {reply.status_code for reply in free.replies} == {200}
+        end(loads, free)
         assert free.versions() == {"first", "second"}
         told = [sum(reply.is_success for reply in load.replies) for load in (*loads, free)]
         print(f"{told} replies of sessions pinned to the first, to the second, and free, over {UPDATES} updates")
