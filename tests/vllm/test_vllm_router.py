@@ -146,7 +146,7 @@ class Asking:
         counters, before = self.router.residency.counters, -1
         while before != counters.applied:
             before = counters.applied
-            await asyncio.sleep(0.03)
+            await asyncio.sleep(0.08)
 
     async def close(self) -> None:
         await self.events.close()
