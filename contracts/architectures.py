@@ -111,7 +111,7 @@ class Architecture:
                 kv_heads=config["num_key_value_heads"],
                 head_dim=_head_dim(config, family),
                 width=config["moe_intermediate_size" if mixture else "intermediate_size"],
-                # transformers 5 writes the second name
+                # transformers 5 writes num_local_experts
                 experts=(config.get("num_local_experts") or config["num_experts"]) if mixture else 0,
                 experts_per_token=config["num_experts_per_tok"] if mixture else 0,
                 normalize_top_k=config.get("norm_topk_prob", False),

@@ -12,7 +12,7 @@ fewer: a few bytes for the names in a tool call, some kilobytes for the text in 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -92,6 +92,15 @@ class SupportsWriter:
             return
         left_out = bool(2 * members > len(mask))
         self._numbers += [self._index(left_out, np.flatnonzero(mask != left_out).astype(np.int32))] * count
+
+    def add_members(self, ids: Sequence[int], vocabulary: int) -> None:
+        """One token whose support has these members. Raises SchemaError for ids outside the vocabulary."""
+        members = np.unique(np.array(ids, np.int64))
+        if len(members) and not 0 <= members[0] <= members[-1] < vocabulary:
+            raise SchemaError(f"names a token outside 0..{vocabulary - 1}")
+        mask = np.zeros(vocabulary, np.bool_)
+        mask[members] = True
+        self.add(mask)
 
     def extend(self, supports: Supports) -> None:
         """The tokens of another record."""

@@ -39,7 +39,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with a file that makes the world which many files of tests/dagster share, so that nobody waits for it."""
+    """Begin with a file that builds the shared world of tests/dagster, so that no worker has to wait for it later."""
     first = next((item.path for item in items if "untouched_world" in getattr(item, "fixturenames", ())), None)
     items.sort(key=lambda item: item.path != first)
 

@@ -19,6 +19,10 @@ _IDENTITY = {"NAME": "envd", "EMAIL": "envd@localhost", "DATE": f"{_STAMP} +0000
 _GIT_ENV = {f"GIT_{role}_{key}": value for role in ("AUTHOR", "COMMITTER") for key, value in _IDENTITY.items()} | {
     "GIT_CONFIG_NOSYSTEM": "1",
     "GIT_CONFIG_GLOBAL": "/dev/null",
+    # no process that looks for maintenance after each commit
+    "GIT_CONFIG_COUNT": "1",
+    "GIT_CONFIG_KEY_0": "maintenance.auto",
+    "GIT_CONFIG_VALUE_0": "false",
 }
 _BLOCK, _REPOSITORY = 4096, 64 * 1024
 """Block size of a file system, and the size of an empty git repository, in bytes."""
@@ -130,7 +134,7 @@ def _commit(directory: Path) -> None:
         ["commit", "--quiet", "--allow-empty", "--message=template"],
     ):
         done = subprocess.run(
-            ["git", "-c", "maintenance.auto=false", *command],
+            ["git", *command],
             cwd=directory,
             env=environment,
             capture_output=True,

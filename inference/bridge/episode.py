@@ -110,7 +110,7 @@ class Episode:
         self.forced = bytearray()
         """Of the policy tokens where `restricted`, a byte each: 1 where the grammar left no other."""
         self.log_mass = bytearray()
-        """Of the policy tokens where `restricted`, `log_mass` of `pb.Tokens`."""
+        """Log of each support's share of the distribution, float32, per policy token; empty unless `restricted`."""
         self.turns: list[Turn] = []
         self.ended: pb.EndEpisodeRequest | None = None
         self.expired = False

@@ -194,6 +194,14 @@ def check_streamable(params: SamplingParams) -> None:
         raise EngineError("routing is requested of a stream, whose pieces do not carry it: use generate")
 
 
+def require_grammar_from_start(params: SamplingParams, server: str) -> None:
+    """Raise EngineError for a completion whose grammar has begun: this server starts grammars at its first token."""
+    if params.grammar is not None and params.begun:
+        raise EngineError(
+            f"{server} can't go on with a completion that its grammar has begun: sample it from the start"
+        )
+
+
 def require_unrestricted(params: SamplingParams, kind: str) -> None:
     """Raise EngineError for restricted sampling, by an engine of this kind, which returns no supports."""
     if params.restricted:

@@ -129,12 +129,12 @@ class Streams(Generic[R]):
         leave_out: Callable[[R, TriplaneError], None],
         hedging: Hedging | None,
     ) -> None:
-        """replicas: by their names in the router. leave_out: called for a replica with its fault."""
+        """replicas: by their names in the router. leave_out: called with a replica and its error when it fails."""
         self._router, self._replicas, self._hedging = router, replicas, hedging
         self._choose, self._send, self._leave_out = choose, send, leave_out
 
     async def of(self, prompt: Sequence[int], params: SamplingParams, *, hedged: bool) -> AsyncGenerator[Piece]:
-        """Pieces of a request, of at most TRIES replicas. hedged: if the engine hedges at all.
+        """Stream the pieces of a request; at most TRIES replicas are asked. hedged: whether to hedge it.
 
         Raises what `choose` and `leave_out` raise, the fault of the last replica, and other errors of replicas at once.
         """

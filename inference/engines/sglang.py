@@ -24,8 +24,15 @@ from typing import Any
 
 import numpy as np
 
+from contracts.errors import SchemaError
 from contracts.supports import SupportsWriter
-from inference.engines.base import Completion, FinishReason, SamplingParams, StreamsWhole
+from inference.engines.base import (
+    Completion,
+    FinishReason,
+    SamplingParams,
+    StreamsWhole,
+    require_grammar_from_start,
+)
 from inference.engines.config import SglangConfig
 from inference.engines.http import JsonClient
 from inference.engines.marks import Spans, fresh_mark, read_spans, unproven
@@ -81,13 +88,10 @@ class SglangEngine(StreamsWhole):
 
         SGLang also ends at the end-of-sequence tokens of the model and its tokenizer. One that is no stop token of the
         request is a token like any other: the completion goes on after it. Under a grammar, which has ended there, that
-        is an EngineError. Restricted sampling is also from the most probable tokens alone, as many as the server
-        returns supports of.
+        is an EngineError. Restricted sampling also sets top_k, to the size of the largest support that the server
+        returns.
         """
-        if params.grammar is not None and params.begun:
-            raise EngineError(
-                "SGLang can't go on with a completion that its grammar has begun: sample it from the start"
-            )
+        require_grammar_from_start(params, "SGLang")
         tokens, logprobs, log_mass = list[int](), list[float](), list[float]()
         supports, spans = SupportsWriter(), list[tuple[str, int, int]]()
         async with self._attached() as version:
@@ -314,14 +318,13 @@ class SglangEngine(StreamsWhole):
         """
         masks, logprobs = (found.get(f"output_token_sampling_{name}") or [] for name in ("mask", "logprobs"))
         size, writer = int(self._files.config()["vocab_size"]), SupportsWriter()
-        for ids in masks:
-            mask = np.zeros(size, np.bool_)
-            mask[[each for each in ids if 0 <= each < size]] = True
-            writer.add(mask)
-        supports = writer.supports()
-        fault = supports.fault(np.array(made.token_ids, np.int64), size)
-        if not all(0 <= each < size for ids in masks for each in ids):
-            fault = f"names a token outside 0..{size - 1}"
+        try:
+            for ids in masks:
+                writer.add_members(ids, size)
+            supports = writer.supports()
+            fault = supports.fault(np.array(made.token_ids, np.int64), size)
+        except SchemaError as error:
+            fault = str(error)
         if fault or len(logprobs) != len(masks):
             raise EngineError(
                 f"SGLang's record of what {len(made.token_ids)} tokens were drawn from"

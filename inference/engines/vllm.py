@@ -28,6 +28,7 @@ from inference.engines.base import (
     check_streamable,
     empty_piece,
     piece_of,
+    require_grammar_from_start,
     require_unrestricted,
 )
 from inference.engines.config import VllmConfig
@@ -124,8 +125,7 @@ class VllmEngine:
         """Client of a server of the policy, and the body of a request."""
         if params.top_p < 1.0:
             require_unrestricted(params, "vllm")
-        if params.grammar is not None and params.begun:
-            raise EngineError("vLLM can't go on with a completion that its grammar has begun: sample it from the start")
+        require_grammar_from_start(params, "vLLM")
         client = await self._attached()
         room = min(params.max_tokens, self._context - len(prompt_ids))
         if room < 1:

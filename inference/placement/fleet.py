@@ -52,7 +52,7 @@ class Gpus(BaseModel):
     mig: bool = True
     """Whether they may be divided."""
     slices: tuple[Slice, ...] | None = None
-    """How they can be divided; default: as the kind."""
+    """MIG profiles of these GPUs; default: those of the kind."""
 
     @model_validator(mode="after")
     def _known(self) -> Gpus:

@@ -28,20 +28,15 @@ def inventory(node: str) -> list[dict[str, Any]]:
         raise ConfigError(f"NVIDIA's management library can't be used here ({error}): is there a driver?") from None
     try:
         handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        found: list[dict[str, Any]] = []
-        for each in (_gpu(pynvml, handle) for handle in handles):
-            same = next((one for one in found if {**one, "count": 1, "node": node} == {**each, "node": node}), None)
-            if same is None:
-                found.append({"node": node, **each})
-            else:
-                same["count"] += 1
+        gpus = [_gpu(pynvml, handle) for handle in handles]
     except pynvml.NVMLError as error:
         raise ConfigError(f"the GPUs of this machine can't be read: {error}") from None
     finally:
         pynvml.nvmlShutdown()
-    if not found:
+    if not gpus:
         raise ConfigError("this machine has no NVIDIA GPU")
-    return found
+    different = [each for place, each in enumerate(gpus) if each not in gpus[:place]]
+    return [{"node": node, **each, "count": gpus.count(each)} for each in different]
 
 
 def _gpu(nvml: Any, handle: Any) -> dict[str, Any]:
@@ -49,7 +44,6 @@ def _gpu(nvml: Any, handle: Any) -> dict[str, Any]:
     total = nvml.nvmlDeviceGetMemoryInfo(handle).total
     return {
         "kind": name.removeprefix("NVIDIA "),
-        "count": 1,
         "memory_gib": _gib(total),
         "slices": [
             each

@@ -46,13 +46,13 @@ class Kind:
     """MIG profiles, without the variants with media engines (`+me`); empty if the GPU can't be divided."""
 
     def slice_bytes(self, profile: Profile) -> int:
-        """Memory of a slice in bytes, or a lower bound of it."""
+        """Memory of a slice in bytes; a lower bound if the profile does not tell."""
         share = self.memory_gib * profile.positions / POSITIONS * SLICE_SHARE
         return int((share if profile.memory_gib is None else profile.memory_gib) * 2**30)
 
 
 def _kind(memory_gib: float, one: int, two: int, four: int) -> Kind:
-    """one, two, four: gigabytes of slices of so many positions, as profiles are named."""
+    """one, two, four: gigabytes in the names of profiles with that many positions."""
     profiles = (
         Profile(f"1g.{one}gb", 1, 1, tuple(range(PROCESSORS))),
         Profile(f"1g.{two}gb", 1, 2, (0, 2, 4, 6)),

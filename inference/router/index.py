@@ -168,7 +168,7 @@ class PrefixIndex:
             slot = self._delete(slot)
 
     def _change_reach(self, slot: int, bits: int, reaches: bool) -> None:
-        """Make a block reachable for a holder, or unreachable for several, and what they have beyond."""
+        """Make a block, and those after it, reachable for one holder, or unreachable for several."""
         above = self._parent[slot]
         stack = [(slot, None if above == _NONE else self._reach[self._keys[above]])]
         while stack:

@@ -180,7 +180,7 @@ class Residency:
                 self.clear(name)
 
     def _dropped(self, source: _Source, hashes: Sequence[int]) -> None:
-        """The replica has dropped blocks that it had said it has: they are not assumed there any more either."""
+        """Blocks that the replica's events reported are gone: they are no longer assumed to be there either."""
         self._pairs -= len(hashes)
         self._index.remove(hashes, 0b11 << source.holder)
 

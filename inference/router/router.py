@@ -228,7 +228,7 @@ class Router:
             hashes, stay, known = found.chain.hashes, found.place, found.known
             found.known = len(hashes)
         output = max_tokens if self._length is None else min(max_tokens, int(self._length))
-        usable = hashes if len(prompt) % self._hasher.block_tokens else hashes[:-1]  # engines compute the last token
+        usable = hashes if len(prompt) % self._hasher.block_tokens else hashes[:-1]  # the last token is always computed
         depths = self.index.depths(usable, known)
         levels = cached_levels(depths, columns.even, self.config.block_tokens)
         if group is not None:

@@ -13,7 +13,7 @@ from envd.server.templates import Templates
 from tests.envd.harness import FILES
 
 SLOW_GIT = """#!/bin/sh
-echo "$3" >> {log}
+echo "$1" >> {log}
 sleep 0.15
 exec {git} "$@"
 """

@@ -27,7 +27,7 @@ from inference.engines.builtin import BuiltinEngine
 
 GETS = ("/ready", "/server_info", "/model_info")
 WIDEST = 1024
-"""`--sampling-mask-max-tokens`."""
+"""Value of SGLang's option `--sampling-mask-max-tokens`."""
 LONGEST = 200
 """`max_req_input_len` of the server."""
 
@@ -47,7 +47,7 @@ class SglangServer:
     """Report an update and load nothing."""
     deterministic: bool = True
     forges: bool = False
-    """Leave the second token out of what it was drawn from."""
+    """Whether the support of the second token lacks that token."""
     calls: list[tuple[str, Any]] = field(default_factory=list)
     """(path, body) of every POST."""
 
@@ -148,7 +148,7 @@ class SglangServer:
                 masks = made.supports.masks(np.arange(len(tokens)), size)
                 info["output_token_sampling_mask"] = [np.flatnonzero(mask).tolist() for mask in masks]
                 info["output_token_sampling_logprobs"] = logprobs
-                if params.grammar is None:  # which changes the logits
+                if params.grammar is None:  # a grammar masks the logits that these are of
                     logprobs = [own + mass for own, mass in zip(logprobs, made.log_mass, strict=True)]
             if params.restricted and not params.temperature:
                 info["output_token_sampling_mask"] = [[token] for token in tokens]

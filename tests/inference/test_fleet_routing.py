@@ -107,7 +107,7 @@ class Load:
         return {version for version, _, _ in choice["policy_spans"]}
 
 
-def end(pinned: Sequence[Load], free: Load) -> None:
+def end_and_check(pinned: Sequence[Load], free: Load) -> None:
     """End loads during which the versions changed: each has tokens of its own version alone, or was refused."""
     for load in (*pinned, free):
         load.end()
@@ -148,7 +148,7 @@ def test_a_rolling_update_under_load_keeps_pinned_sessions_on_their_version(poli
 
 
 def test_no_pinned_reply_has_a_token_of_another_version_over_five_updates(policies: tuple[Path, Path]) -> None:
-    """Without a deadline: sessions lose their version, again and again."""
+    """With --deadline 0 an update does not wait for sessions, so the version that they are pinned to goes away."""
     with ExitStack() as stack:
         urls = [stack.enter_context(served(policies[0], "first")).removesuffix("/v1") for _ in range(2)]
         face = stack.enter_context(routed(urls))
@@ -156,7 +156,7 @@ def test_no_pinned_reply_has_a_token_of_another_version_over_five_updates(polici
         free = Load(face, "free", 1)
         for number in range(5):
             fleet("update", "--policy", str(policies[(number + 1) % 2]), "--router", face.url, "--deadline", "0")
-        end(loads, free)
+        end_and_check(loads, free)
 
 
 def test_servers_join_and_one_that_is_killed_or_lapses_costs_no_request(

@@ -88,6 +88,13 @@ def upstream() -> Iterator[Upstream]:
     made.thread.join()
 
 
+def metric(url: str, name: str, **labels: str) -> float:
+    """Sum of a server's samples with this name and these labels."""
+    families = text_string_to_metric_families(HTTP.get(f"{url}/metrics", timeout=60).text)
+    samples = [each for family in families for each in family.samples if each.name == name]
+    return sum(each.value for each in samples if labels.items() <= each.labels.items())
+
+
 class Routed:
     """`python -m inference route`."""
 
@@ -105,9 +112,7 @@ class Routed:
         return HTTP.post(f"{self.url}{path}", json=body, headers=headers, timeout=60)
 
     def metric(self, name: str, **labels: str) -> float:
-        families = text_string_to_metric_families(HTTP.get(f"{self.url}/metrics", timeout=60).text)
-        samples = [each for family in families for each in family.samples if each.name == name]
-        return sum(each.value for each in samples if labels.items() <= each.labels.items())
+        return metric(self.url, name, **labels)
 
     def end(self) -> int:
         self.process.send_signal(signal.SIGTERM)

@@ -14,6 +14,10 @@ import numpy.typing as npt
 from inference.bridge.client import BridgeClient, Turn
 from inference.bridge.client.tokens import Ids, Logprobs
 
+GROUP, PROMPTS, STEPS, ITERATIONS = 8, 64, 8, 8
+"""Episodes of a prompt, prompts and optimizer steps of an iteration, and iterations of both trainers."""
+RATE = 9e-5
+"""Their learning rate, as in quickstart."""
 AT_ONCE = 256
 """Open episodes at most."""
 _TRIES = 3
@@ -47,9 +51,8 @@ async def play(client: BridgeClient, task_ids: Sequence[str], seed: int, group: 
     async def one(task_id: str, number: int) -> Played:
         async with slots:
             for attempt in range(_TRIES):
-                async with await client.start_task(
-                    task_id, seed=(seed * 1_000_003 + number) * _TRIES + attempt
-                ) as episode:
+                drawn = (seed * 1_000_003 + number) * _TRIES + attempt
+                async with await client.start_task(task_id, seed=drawn) as episode:
                     while not episode.done:
                         await episode.step()
                 reply = episode.turns[-1].reply

@@ -17,16 +17,16 @@ from transformers import AutoModelForCausalLM
 
 from inference.bridge.client import Bridge
 from tests.trainers import hosted
-from tests.trainers.hosted import Played
+from tests.trainers.hosted import GROUP, ITERATIONS, PROMPTS, RATE, STEPS, Played
 from tests.trainers.publishing import PolicyServer
 
 CLIP = 0.2
 LAMBDA = 1.0
 """Of GAE: episodes are rewarded at their end alone."""
 EPOCHS = 1
-GROUP, PROMPTS, MINIBATCH = 8, 64, 64
-"""Episodes of a prompt, prompts of an iteration, and episodes of an optimizer step."""
-POLICY_RATE, VALUE_RATE = 9e-5, 3e-3
+MINIBATCH = PROMPTS * GROUP // STEPS
+"""Episodes of an optimizer step."""
+VALUE_RATE = 3e-3
 VALUE_WEIGHT = 0.5
 _MAX_NORM = 1.0
 _PAD = 0
@@ -130,7 +130,7 @@ def _advantages(batch: Batch, values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def train(
-    server: PolicyServer, start: str, task_ids: Sequence[str], held_out: Sequence[str], iterations: int, permute: bool
+    server: PolicyServer, start: str, task_ids: Sequence[str], held_out: Sequence[str], permute: bool
 ) -> dict[str, list[float]]:
     """Train a policy. Returns held-out solving before and after, and by iteration the solving of the trained tasks and
     the difference of log-probabilities.
@@ -139,7 +139,7 @@ def train(
     """
     torch.manual_seed(1)
     model, drawn = PolicyAndValue(start), np.random.default_rng(1)
-    rates = [(model.policy, POLICY_RATE), (model.value, VALUE_RATE)]
+    rates = [(model.policy, RATE), (model.value, VALUE_RATE)]
     optimizer = torch.optim.AdamW(
         [{"params": part.parameters(), "lr": rate} for part, rate in rates], betas=(0.0, 0.95), weight_decay=0.0
     )
@@ -147,7 +147,7 @@ def train(
     found: dict[str, list[float]] = {"held_out": [], "trained": [], "difference": []}
     with Bridge(server.address) as bridge:
         found["held_out"].append(bridge.run(partial(hosted.solving, task_ids=held_out, seed=0)))
-        for iteration in range(iterations):
+        for iteration in range(ITERATIONS):
             wanted = drawn.choice(task_ids, PROMPTS, replace=False).tolist()
             played = bridge.run(partial(hosted.play, task_ids=wanted, seed=1 + iteration, group=GROUP))
             versions = {span.version for each in played for turn in each.turns for span in turn.spans}

@@ -10,7 +10,6 @@ from tests.trainers.conftest import Quickstart
 from tests.trainers.publishing import PolicyServer
 
 pytestmark = [pytest.mark.trainers, pytest.mark.timeout(3600)]
-ITERATIONS = 8
 
 
 def train(quickstart: Quickstart, folder: Path, *, permute: bool) -> dict[str, list[float]]:
@@ -19,7 +18,7 @@ def train(quickstart: Quickstart, folder: Path, *, permute: bool) -> dict[str, l
 
     with PolicyServer(quickstart.command, quickstart.environment, folder) as server:
         tasks = quickstart.train, quickstart.held_out
-        found = ppo_trainer.train(server, quickstart.start, *tasks, ITERATIONS, permute)
+        found = ppo_trainer.train(server, quickstart.start, *tasks, permute)
     before, after = found["held_out"]
     name = "with permuted rewards " if permute else ""
     print(f"held-out solving {name}{before:.1f}% -> {after:.1f}%; trained {[round(each) for each in found['trained']]}")

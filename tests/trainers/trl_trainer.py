@@ -20,11 +20,8 @@ from trl import GRPOConfig, GRPOTrainer
 
 from inference.bridge.client import Bridge
 from tests.trainers import hosted
-from tests.trainers.hosted import Played
+from tests.trainers.hosted import GROUP, ITERATIONS, PROMPTS, RATE, STEPS, Played
 from tests.trainers.publishing import PolicyServer
-
-GROUP, PROMPTS, STEPS, ITERATIONS = 8, 64, 8, 8
-"""Episodes of a prompt, prompts and optimizer steps of an iteration, and iterations."""
 
 
 class Rollouts:
@@ -75,7 +72,7 @@ def main(folder: Path) -> None:
         steps_per_generation=STEPS,
         num_generations=GROUP,
         max_completion_length=320,
-        learning_rate=9e-5,
+        learning_rate=RATE,
         adam_beta1=0.0,
         lr_scheduler_type="constant",
         weight_decay=0.0,

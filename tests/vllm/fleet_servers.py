@@ -33,6 +33,14 @@ def until(reached: Callable[[], bool], timeout_s: float = START_S) -> None:
         time.sleep(0.02)
 
 
+def is_healthy(url: str) -> bool:
+    """Whether a server passes its health check; not if it can't be reached."""
+    try:
+        return HTTP.get(f"{url}/health", timeout=5).is_success
+    except httpx.TransportError:
+        return False
+
+
 def environment(**more: str) -> dict[str, str]:
     path = ":".join(str(each) for each in (HERE / "stub", ROOT, ROOT / "kernels"))
     return {**os.environ, "PYTHONPATH": path, **more}
@@ -59,10 +67,7 @@ class StubServer:
 
     def answers(self) -> bool:
         assert self.process is not None and self.process.poll() is None, "it ended"
-        try:
-            return HTTP.get(f"{self.url}/health", timeout=5).is_success
-        except httpx.TransportError:
-            return False
+        return is_healthy(self.url)
 
     def is_running(self) -> bool:
         return self.process is not None and self.process.poll() is None
@@ -111,10 +116,7 @@ class WeightsServer:
     def wait(self) -> None:
         def answers() -> bool:
             assert self.process is not None and self.process.poll() is None, "it ended"
-            try:
-                return HTTP.get(f"{self.url}/health", timeout=5).is_success
-            except httpx.TransportError:
-                return False
+            return is_healthy(self.url)
 
         until(answers)
 

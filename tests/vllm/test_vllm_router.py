@@ -10,12 +10,12 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from inference.engines import SamplingParams, VllmConfig, open_engine
 from inference.engines.guarded import GuardedServer, free_port
@@ -24,13 +24,12 @@ from inference.engines.vllm_plain import plain_checkpoint
 from inference.engines.vllm_server import server_command, server_environment
 from inference.router import Decision, Namespace, Router, RouterConfig
 from inference.router.subscriber import Subscriptions
-from tests.http_client import HTTP
 from tests.inference.conftest import write_checkpoint
 from tests.inference.test_cache_events import events_port, reached
-from tests.inference.test_fleet_routing import Load, end, fleet, state
-from tests.inference.test_route_command import routed
+from tests.inference.test_fleet_routing import Load, end_and_check, fleet, state
+from tests.inference.test_route_command import metric, routed
 from tests.vllm.conftest import real_config
-from tests.vllm.fleet_servers import until
+from tests.vllm.fleet_servers import is_healthy, until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.vllm, pytest.mark.timeout(1800)]
 FIRST, SECOND = "a" * 64, "b" * 64
@@ -43,10 +42,10 @@ UPDATES, PAUSE_S = 20, 0.2
 
 
 class RealServer:
-    """A vLLM that publishes its cache events, at ports that it has again after a restart."""
+    """A vLLM that publishes its cache events. It keeps its ports when it is restarted."""
 
     def __init__(self, directory: Path, core: int) -> None:
-        """core: processor of its worker; vLLM would give the first one to both, and they wait busily."""
+        """core: CPU of its worker. By default vLLM binds the workers of both servers to the first, where they spin."""
         self.port, self.events_port = free_port(), events_port()
         self.url = f"http://127.0.0.1:{self.port}"
         endpoints = {
@@ -72,18 +71,13 @@ class RealServer:
     def wait(self) -> None:
         def answers() -> bool:
             assert self._server.alive, self._server.last_words()
-            try:
-                return HTTP.get(f"{self.url}/health", timeout=5).is_success
-            except httpx.TransportError:
-                return False
+            return is_healthy(self.url)
 
         until(answers, 300)
 
     def hits(self) -> float:
         """Prompt tokens that it has found in its cache so far."""
-        families = text_string_to_metric_families(HTTP.get(f"{self.url}/metrics", timeout=60).text)
-        samples = [each for family in families for each in family.samples]
-        return sum(each.value for each in samples if each.name == "vllm:prefix_cache_hits_total")
+        return metric(self.url, "vllm:prefix_cache_hits_total")
 
     def stop(self) -> None:
         self._server.stop()
@@ -130,7 +124,7 @@ class Asking:
             self.engines[url] = engine
 
     async def ask(self, prompt: Sequence[int], session: str | None = None, but: Sequence[str] = ()) -> Asked:
-        """Ask one of the servers, `but` not these."""
+        """Send a request to the server that the router chooses. but: servers that it may not choose."""
         before = {url: each.hits() for url, each in self.servers.items()}
         with self.router.hidden(but):
             decision = self.router.choose(prompt, max_tokens=6, session=session)
@@ -164,7 +158,7 @@ async def asking(servers: list[RealServer], policies: tuple[Path, Path]) -> Asyn
 
 
 def conversation(drawn: random.Random, families: list[list[int]]) -> list[int]:
-    """The first prompt of a conversation, which others begin with, too."""
+    """The first prompt of a conversation; conversations of one family begin alike."""
     family = drawn.choice(families)
     return [*family[: drawn.choice([len(family), 2 * BLOCK, 2 * BLOCK + 5])], drawn.randrange(90)]
 
@@ -221,8 +215,7 @@ async def _nothing_old(asking: Asking, families: list[list[int]], but: Sequence[
 
 def _shared(prompt: Sequence[int], other: Sequence[int]) -> int:
     """Tokens of whole blocks with which both begin, and which a cache may have before the last token."""
-    same = next((place for place, pair in enumerate(zip(prompt, other, strict=False)) if pair[0] != pair[1]), None)
-    same = min(len(prompt), len(other)) if same is None else same
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prompt, other, strict=False)))
     return min(same, len(prompt) - 1) // BLOCK * BLOCK
 
 
@@ -242,7 +235,7 @@ class VllmLoad(Load):
 def test_no_pinned_reply_has_a_token_of_another_version_over_twenty_updates(
     servers: list[RealServer], tmp_path: Path
 ) -> None:
-    """Without a deadline: sessions lose their version, again and again."""
+    """With --deadline 0 an update does not wait for sessions, so the version that they are pinned to goes away."""
     named = [write_checkpoint(tmp_path / name, seed) for seed, name in enumerate(("first", "second"))]
     with ExitStack() as stack:
         face = stack.enter_context(routed([each.url for each in servers]))
@@ -252,7 +245,7 @@ def test_no_pinned_reply_has_a_token_of_another_version_over_twenty_updates(
         free = VllmLoad(face, "free", 1)
         for number in range(UPDATES):
             fleet("update", "--policy", str(named[(number + 1) % 2]), "--router", face.url, "--deadline", "0")
-        end(loads, free)
+        end_and_check(loads, free)
         assert free.versions() == {"first", "second"}
         told = [sum(reply.is_success for reply in load.replies) for load in (*loads, free)]
         print(f"{told} replies of sessions pinned to the first, to the second, and free, over {UPDATES} updates")

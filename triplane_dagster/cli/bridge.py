@@ -80,8 +80,11 @@ def bridge(
     followed = None if policy_file is None else PolicyFile(policy_file, store.url)
     listening = Listening(listen or default_address(SOCKET), tls_cert, tls_key, tls_client_ca, key_file, insecure)
     bounds = Bounds(max_episodes or found.rollouts.concurrency, lease)
-    served = Options(listening, bounds, journal, drain, found.engine, followed, opened, metrics)
+    served = Options(
+        listening, bounds, journal, drain, found.engine, policies=followed, hosting=opened, metrics=metrics
+    )
+    directory, version = followed.read() if followed else (checkpoint.directory(), checkpoint.ref.digest)
     try:
-        serve(*(followed.read() if followed else (checkpoint.directory(), checkpoint.ref.digest)), served)
+        serve(directory, version, served)
     finally:
         sandboxes.close()

@@ -148,8 +148,8 @@ class Turn:
     forced: npt.NDArray[np.bool_] | None = None
     """[n] whether the grammar left no other token, where there are supports: such tokens have no gradient."""
     log_mass: Logprobs | None = None
-    """[n] where there are supports: log of their probability under the whole distribution, at most 0. With this added,
-    logprobs are those under the whole distribution. NaN where the engine does not tell. Read-only.
+    """[n] log probability of each support under the whole distribution, at most 0; None without supports. The sum with
+    `logprobs` is the log probability under the whole distribution. NaN if the engine does not report it. Read-only.
     """
 
 
