@@ -20,6 +20,7 @@ import numpy as np
 
 from contracts.errors import TriplaneError
 from contracts.pb import bridge_pb2 as pb
+from contracts.retries import backoff_s
 from contracts.supports import encode_supports
 from inference.bridge.episode import TOKEN_BYTES, Episode, Turn
 from inference.bridge.errors import BridgeError, EpisodeExpired
@@ -28,6 +29,12 @@ from inference.errors import EngineError, RequestTooLong, StaleVersion
 
 Part = tuple[str, bytes, bytes, bytes]
 """Version, ids and logprobs of consecutive tokens, and where the episode is restricted `Episode.drawn` of them."""
+HOSTED_LOSSES = 4
+"""Losses of the engine after which a turn of a hosted episode goes on. Its client could not tell it to: the environment
+replies to whole turns only.
+"""
+FIRST_PAUSE_S = 0.5
+"""Mean pause after the first loss, in seconds; `backoff_s` gives later pauses."""
 _log = logging.getLogger(__name__)
 
 
@@ -123,6 +130,8 @@ class Running:
         """Whether the engine ended the completion because it was closed."""
         self._engine, self._context = engine, context_tokens
         self._add, self._end, self._act, self._over, self._fail = add, end, act, over, fail
+        self._losses = 0 if act is None else HOSTED_LOSSES
+        """Losses of the engine after which the turn goes on."""
         self.task = asyncio.create_task(self._run(turn_s))
 
     def stop(self) -> None:
@@ -169,24 +178,30 @@ class Running:
 
     async def _sampled(self, turn_s: float) -> None:
         """Sample to the end. Raises BridgeError of the journal: the tokens were not kept."""
-        limit: asyncio.Timeout | None = None
         try:
-            if turn_s:
-                async with asyncio.timeout(turn_s) as limit:
-                    finish = await self._sample()
-            else:
-                finish = await self._sample()
+            async with asyncio.timeout(turn_s or None):
+                finish = await self._attempt()
+                losses = 0
+                while finish == pb.ENGINE_LOST and not self.lost and losses < self._losses:
+                    losses += 1
+                    await asyncio.sleep(backoff_s(losses, FIRST_PAUSE_S))
+                    finish = await self._attempt()
+        except TimeoutError:
+            finish = pb.DEADLINE
+        self._end(self, finish)
+
+    async def _attempt(self) -> int:
+        """Sample until the turn ends or the engine is lost, and return its pb.Finish. Raises BridgeError."""
+        try:
+            return await self._sample()
         except BridgeError:
             raise
         except StaleVersion:
-            finish = pb.STALE
+            return pb.STALE
         except RequestTooLong:
-            finish = pb.CONTEXT
-        except TimeoutError as error:
-            finish = pb.DEADLINE if limit is not None and limit.expired() else self._engine_lost(error)
+            return pb.CONTEXT
         except Exception as error:  # noqa: BLE001 (told to the client as ENGINE_LOST, and logged)
-            finish = self._engine_lost(error)
-        self._end(self, finish)
+            return self._engine_lost(error)
 
     async def _sample(self) -> int:
         """Sample to the end of the turn and return its pb.Finish."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,15 @@ from contracts.errors import ConfigError
 from contracts.pb import bridge_pb2 as pb
 from envd.local import LocalEnvd
 from inference.bridge import replay
-from inference.bridge.client import Bridge, BridgeClient
+from inference.bridge.client import Bridge, BridgeClient, Finish
 from inference.bridge.hosted import acting
 from inference.bridge.journal import Journal
 from inference.bridge.registry import Bounds
 from inference.bridge.serve import limits_of
+from inference.bridge.turns import HOSTED_LOSSES
+from inference.engines.base import Piece, SamplingParams
 from inference.engines.builtin import BuiltinEngine
+from inference.errors import EngineStopped
 from ops.bridge_hosting import open_hosting
 from resources.experiment import load_experiment
 from tests.bridge.bridge_harness import KEY, Client, builtin_bridge, ids, new_id, refused
@@ -308,6 +311,44 @@ async def test_calls_whose_answers_are_not_kept_any_more_are_not_sent_again(
             turn = await stepping
             assert turn.reply is not None and turn.reply.outcome == Outcome.INFRA_ERROR
             assert "not sent again" in turn.reply.failure and turn.reply.reward is None
+    await nothing_left(envd)
+
+
+class LossyScript(StreamedScript):
+    """Is lost after two more tokens, `losses` times."""
+
+    losses = 0
+
+    async def stream(self, prompt_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Piece]:
+        given = 0
+        async for piece in super().stream(prompt_ids, params):
+            if given == 2 and self.losses:
+                self.losses -= 1
+                raise EngineStopped("lost")
+            given += 1
+            yield piece
+
+
+@looped
+async def test_turns_go_on_after_their_engine_was_lost(
+    envd: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("inference.bridge.turns.FIRST_PAUSE_S", 0.01)
+    engine = LossyScript(byte_tokenizer(), SCRIPTS["marks"])
+    async with hosted_bridge(engine, envd, tmp_path), connect(tmp_path) as client:
+        episode = await client.start_task(TASK, seed=1)
+        while not episode.done:
+            engine.losses = HOSTED_LOSSES
+            await episode.step()
+        assert engine.losses == HOSTED_LOSSES - 2, "the last turn has five tokens"
+        engine.losses = 0
+        expected = await rolled_out(engine, envd, TASKS[TASK], 1, settings(), byte_tokenizer())
+        check_equal(await episode.end(), expected)
+        episode = await client.start_task(TASK, seed=1)
+        engine.losses = HOSTED_LOSSES + 1
+        turn = await episode.step()
+        assert turn.reply is not None and turn.reply.outcome == Outcome.INFRA_ERROR
+        assert turn.finish == Finish.ENGINE_LOST and len(turn.token_ids) == 2 * (HOSTED_LOSSES + 1)
     await nothing_left(envd)
 
 
