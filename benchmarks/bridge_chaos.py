@@ -1,9 +1,10 @@
 """Episodes under faults: cut and delayed connections, killed bridges, lost engines, killed clients, stray calls.
 
     undisturbed run --> digests of all episodes
-    the same episodes, while faults are dealt --> the same digests, and nothing left over
+    the same episodes, while faults are dealt --> the same digests, each tool call executed once, and nothing left over
 
-Episodes are let in as faults are dealt, so that all faults meet episodes.
+Of each eight episodes one is hosted: the bridge executes its calls in a real sandbox and grades it. Episodes are let in
+as faults are dealt, so that all faults meet episodes.
 """
 
 from __future__ import annotations
@@ -15,15 +16,18 @@ import secrets
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic import Field
 
+from benchmarks.bridge_chaos_hosted import CALLS
 from benchmarks.bridge_chaos_lab import CLIENTS, Lab
-from benchmarks.bridge_chaos_play import Seen, digest_of
+from benchmarks.bridge_chaos_play import Seen, digest_of, is_hosted
 from benchmarks.bridge_chaos_server import LEASE_S
 from benchmarks.result import Options, Result
+from envd.local import LocalEnvd
 
 FAULTS = {"cut": 48, "delay": 4, "stray call": 38, "engine lost": 4, "bridge killed": 4, "client killed": 2}
 """Kinds of faults and their weights."""
@@ -51,16 +55,17 @@ OPTIONS = BridgeChaosOptions
 
 def run(options: BridgeChaosOptions) -> Result:
     """Play the episodes undisturbed and under faults, and compare."""
-    return asyncio.run(_run(options))
+    with LocalEnvd(log_level="error") as envd:
+        return asyncio.run(_run(options, envd.address))
 
 
-async def _run(options: BridgeChaosOptions) -> Result:
+async def _run(options: BridgeChaosOptions, envd: str) -> Result:
     with tempfile.TemporaryDirectory(prefix="bridge-chaos-") as scratch:
         folder = Path(scratch)
         begin = time.perf_counter()
-        expected, _ = await _played(folder / "undisturbed", options, [])
+        expected, _ = await _played(folder / "undisturbed", envd, options, [])
         middle = time.perf_counter()
-        found, dealt = await _played(folder / "disturbed", options, _faults(options))
+        found, dealt = await _played(folder / "disturbed", envd, options, _faults(options))
         end = time.perf_counter()
         processes = _processes(scratch)
         sockets = [path for path in folder.rglob("*") if path.is_socket()]
@@ -70,9 +75,13 @@ async def _run(options: BridgeChaosOptions) -> Result:
         "faults_missing": float(options.faults - dealt.total()),
         "transcripts_changed": float(len(found["digests"]) - len(digests)),
         "tokens_changed": float(found["changed"]),
+        "hosted": float(len(found["executed"])),
+        "executions_missing": float(sum(max(0, CALLS - len(each)) for each in found["executed"])),
+        "executed_twice": float(sum(times - 1 for each in found["executed"] for times in each.values())),
         "calls_wrong": float(len(found["wrong"])),
         "calls_answered": float(found["answered"]),
         "episodes_left": float(found["left"]),
+        "sandboxes_left": float(found["sandboxes"]),
         "processes_left": float(len(processes)),
         "sockets_left": float(len(sockets)),
         "tokens_seen": float(found["tokens"]),
@@ -93,10 +102,12 @@ def _faults(options: BridgeChaosOptions) -> list[str]:
     return kinds
 
 
-async def _played(folder: Path, options: BridgeChaosOptions, faults: list[str]) -> tuple[dict[str, Any], Counter[str]]:
+async def _played(
+    folder: Path, envd: str, options: BridgeChaosOptions, faults: list[str]
+) -> tuple[dict[str, Any], Counter[str]]:
     """Play all episodes while faults are dealt, and return what is there afterwards and the faults by kind."""
     folder.mkdir()
-    lab, dealt = Lab(folder, secrets.token_hex(4)), Counter[str]()
+    lab, dealt = Lab(folder, secrets.token_hex(4), envd), Counter[str]()
     await lab.start()
     try:
         for number, kind in enumerate(faults):
@@ -109,11 +120,12 @@ async def _played(folder: Path, options: BridgeChaosOptions, faults: list[str]) 
         await lab.finish()
         if faults:
             await lab.abandon(_AHEAD)
-        left = await _left(lab)
+        left = await _left(lab.open_episodes)
+        sandboxes = await _left(lab.sandboxes)
         await lab.end()
     finally:
         await lab.stop()
-    return _result(lab) | {"left": left}, dealt
+    return _result(lab) | {"left": left, "sandboxes": sandboxes}, dealt
 
 
 async def _deal(lab: Lab, kind: str) -> None:
@@ -133,24 +145,27 @@ async def _deal(lab: Lab, kind: str) -> None:
         await lab.kill_client(random.randrange(CLIENTS))
 
 
-async def _left(lab: Lab) -> int:
-    """Episodes that are open after their leases have ended."""
+async def _left(count: Callable[[], Awaitable[int]]) -> int:
+    """Episodes, or sandboxes, that are there after all leases have ended."""
     deadline = time.monotonic() + LEASE_S + 5
-    while (left := await lab.open_episodes()) and time.monotonic() < deadline:
+    while (left := await count()) and time.monotonic() < deadline:
         await asyncio.sleep(0.5)
     return left
 
 
 def _result(lab: Lab) -> dict[str, Any]:
     digests: dict[int, str] = {}
+    executed: list[Mapping[str, int]] = []
     changed = tokens = 0
     for part in range(CLIENTS):
         seen = Seen(lab.log_of(part))
         digests |= {number: digest_of(number, seen.turns[number]) for number in seen.done}
+        executed += [each for number, each in seen.done.items() if is_hosted(number) and each is not None]
         changed += seen.changed()
         tokens += sum(len(turn.token_ids) for turns in seen.turns.values() for turn in turns)
     return {
         "digests": digests,
+        "executed": executed,
         "changed": changed,
         "tokens": tokens,
         "wrong": lab.wrong,

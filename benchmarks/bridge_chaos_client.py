@@ -12,18 +12,20 @@ import json
 import os
 import random
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import grpc
 import numpy as np
 
-from benchmarks.bridge_chaos_play import Log, Seen, following, identity, prompt_of
+from benchmarks.bridge_chaos_hosted import TASK, executions
+from benchmarks.bridge_chaos_play import Log, Seen, following, identity, is_hosted, prompt_of
 from benchmarks.processes import die_with_parent
 from contracts.pb import bridge_pb2 as pb
 from contracts.pb import bridge_pb2_grpc as rpc
 from contracts.rpc.connecting import ERROR_NAME
-from inference.bridge.client import BridgeClient, BridgeError, Episode, Sampling
+from inference.bridge.client import BridgeClient, BridgeError, Episode, Sampling, Turn
 from inference.bridge.errors import EpisodeEnded
 
 WIDTH = 32
@@ -50,37 +52,39 @@ class Player:
         async with self._room:
             if number in self._seen.done:
                 return
-            record = await self._played(number)
-            self._log.done(number, record)
+            self._log.done(number, await self._played(number))
             print(json.dumps({"done": number}), flush=True)
 
-    async def _played(self, number: int) -> str:
+    async def _played(self, number: int) -> Mapping[str, int] | None:
         try:
             episode = await self._open(number)
         except EpisodeEnded:  # the last client was killed before it could note the end
-            return ""
+            return None
         self.playing[number] = episode
-        while (asked := following(number, episode.turns)) is not None:
-            observation, tokens = asked
-            sampling = Sampling(max_tokens=tokens, seed=number)
+        while (asked := _asked(episode, episode.turns)) is not None:
+            observation, sampling = asked
             step = len(episode.turns) + 1
             async for piece in episode.stream_step(observation, sampling=sampling):
                 self._log.piece(number, step, piece.first, piece.token_ids.tobytes(), piece.logprobs.tobytes())
             self._log.turn(number, episode.turns[-1])
         await episode.check()
         del self.playing[number]
-        return (await episode.end(reward=float(number))).digest
+        record = await episode.end(reward=None if episode.hosted else float(number))
+        return executions(record) if episode.hosted else {}
 
     async def _open(self, number: int) -> Episode:
         name, turns = identity(self._run, number), self._seen.turns.get(number, [])
+        hosted, prompt = is_hosted(number), prompt_of(number)
         if turns:
-            return await self._client.attach(name, prompt_of(number), turns)
+            return await self._client.attach(name, () if hosted else prompt, turns)
         try:
-            return await self._client.start(prompt_of(number), sampling=Sampling(seed=number), episode_id=name)
+            if hosted:
+                return await self._client.start_task(TASK.task_id, seed=number, episode_id=name)
+            return await self._client.start(prompt, sampling=Sampling(seed=number), episode_id=name)
         except EpisodeEnded:
             raise
         except BridgeError:  # it has begun its first turn already
-            return await self._client.attach(name, prompt_of(number))
+            return await self._client.attach(name, () if hosted else prompt)
 
 
 class Stray:
@@ -119,8 +123,11 @@ class Stray:
     async def _repeat(self, episode: Episode) -> None:
         """The last turn again: it must be what it was."""
         turn = episode.turns[-1]
-        sampling = self._sampling(episode)
-        request = self._request(episode, turn.step, turn.observation_ids.tobytes(), sampling)
+        asked = _asked(episode, episode.turns[:-1])
+        assert asked is not None
+        sampling = None if asked[1] is None else asked[1].message(0)
+        observation = b"" if episode.hosted else turn.observation_ids.tobytes()
+        request = self._request(episode, turn.step, observation, sampling)
         ids = b""
         async for event in self._stub.Step(request):
             ids += event.tokens.ids
@@ -141,14 +148,17 @@ class Stray:
         """The cancellation of a turn that has ended."""
         await self._stub.CancelStep(pb.StepName(episode_id=episode.id, step=len(episode.turns)))
 
-    def _sampling(self, episode: Episode) -> pb.Sampling:
-        number = int(episode.id.rpartition("-")[2])
-        asked = following(number, episode.turns[:-1])
-        assert asked is not None
-        return Sampling(max_tokens=asked[1], seed=number).message(number)
-
     def _request(self, episode: Episode, step: int, observation: bytes, sampling: pb.Sampling | None) -> pb.StepRequest:
         return pb.StepRequest(episode_id=episode.id, step=step, observation_ids=observation, sampling=sampling)
+
+
+def _asked(episode: Episode, turns: Sequence[Turn]) -> tuple[list[int], Sampling | None] | None:
+    """Observation and sampling of the step after `turns`; None if the episode is over."""
+    if episode.hosted:
+        return None if turns and turns[-1].reply is not None and turns[-1].reply.done else ([], None)
+    number = int(episode.id.rpartition("-")[2])
+    asked = following(number, turns)
+    return None if asked is None else (asked[0], Sampling(max_tokens=asked[1], seed=number))
 
 
 async def _main(run: str, address: str, file: Path, part: int, parts: int) -> None:

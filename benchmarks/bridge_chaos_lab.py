@@ -13,6 +13,7 @@ from typing import Any
 
 from benchmarks.bridge_proxy import Proxy
 from contracts.errors import TriplaneError
+from envd.operations.client import OperationsClient
 
 ROOT = Path(__file__).parent.parent
 CLIENTS = 2
@@ -105,8 +106,9 @@ class Running:
 class Lab:
     """One run: FOLDER/bridge.sock behind FOLDER/proxy.sock, and a log a client."""
 
-    def __init__(self, folder: Path, run: str) -> None:
-        self._folder, self._run = folder, run
+    def __init__(self, folder: Path, run: str, envd: str) -> None:
+        """envd: address of the server of sandboxes."""
+        self._folder, self._run, self._envd = folder, run, envd
         self.proxy = Proxy(folder / "proxy.sock", folder / "bridge.sock")
         self.done: set[int] = set()
         """Episodes that have ended."""
@@ -123,7 +125,7 @@ class Lab:
     async def start(self) -> None:
         """Start everything."""
         await self.proxy.__aenter__()
-        self.bridge = await Running.start("bridge_chaos_server", str(self._folder))
+        self.bridge = await self._bridge()
         self.clients = [await self._client(part) for part in range(CLIENTS)]
 
     def allow(self, episodes: int) -> None:
@@ -135,7 +137,7 @@ class Lab:
     async def kill_bridge(self) -> None:
         """Kill the bridge and start it again at once."""
         await self.bridge.kill()
-        self.bridge = await Running.start("bridge_chaos_server", str(self._folder))
+        self.bridge = await self._bridge()
 
     async def kill_client(self, part: int) -> None:
         """Kill a client and start it again at once."""
@@ -168,13 +170,18 @@ class Lab:
         arguments = (f"{self._run}x", self.proxy.address, str(self._folder / "abandoned.log"), "0", "1")
         client = await Running.start("bridge_chaos_client", *arguments)
         client.tell(str(episodes))
-        while not await self.open_episodes():
+        while not await self.open_episodes() or not await self.sandboxes():
             await asyncio.sleep(0.01)
         await client.kill()
 
     async def open_episodes(self) -> int:
         """Episodes that are open at the bridge."""
         return int((await self.bridge.ask("tell"))["open"])
+
+    async def sandboxes(self) -> int:
+        """Sandboxes that live."""
+        async with OperationsClient(self._envd) as client:
+            return (await client.info()).live
 
     async def end(self) -> None:
         """Let the bridge end by itself."""
@@ -185,6 +192,9 @@ class Lab:
         for each in [*self.clients, self.bridge]:
             await each.kill()
         await self.proxy.__aexit__()
+
+    async def _bridge(self) -> Running:
+        return await Running.start("bridge_chaos_server", str(self._folder), self._envd)
 
     async def _client(self, part: int) -> Running:
         arguments = (self._run, self.proxy.address, str(self.log_of(part)), str(part), str(CLIENTS))

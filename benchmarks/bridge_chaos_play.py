@@ -3,9 +3,9 @@ client.
 
 A line of the log is written before its client goes on:
 
-    {"piece": [episode, step, first], ...}     tokens that the client has seen of a turn
-    {"turn": [episode, step], ...}             a turn that has ended
-    {"done": episode, "record": digest}        the episode's end
+    {"piece": [episode, step, first], ...}                    tokens that the client has seen of a turn
+    {"turn": [episode, step], ...}                            a turn that has ended
+    {"done": episode, "executed": {call: times} or null}      the episode's end; null: killed before it had the record
 """
 
 from __future__ import annotations
@@ -13,22 +13,28 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 
 from benchmarks.bridge_chaos_server import VOCABULARY
-from inference.bridge.client import Finish, Span, Turn
+from inference.bridge.client import Finish, Reply, Span, Turn
 
 TURNS = 3
 """Turns of an episode, unless the engine is lost in one: the rest is another turn then."""
+_HOSTED_EVERY = 8
 
 
 def identity(run: str, number: int) -> str:
     """Id of an episode of a run."""
     return f"{run}-{number:012}"
+
+
+def is_hosted(number: int) -> bool:
+    """Whether the bridge plays the environment of an episode."""
+    return number % _HOSTED_EVERY == 0
 
 
 def prompt_of(number: int) -> np.ndarray[Any, np.dtype[np.int32]]:
@@ -58,13 +64,15 @@ def following(number: int, turns: Sequence[Turn]) -> tuple[list[int], int] | Non
 
 
 def digest_of(number: int, turns: Sequence[Turn]) -> str:
-    """Digest of an episode's tokens, logprobs and versions, wherever its turns were split."""
+    """Digest of an episode's tokens, logprobs, versions and grade, wherever its turns were split."""
     found = hashlib.sha256(prompt_of(number).data)
     for turn in turns:
         found.update(turn.observation_ids.data)
         for span in turn.spans:
             for place in range(span.first, span.end):
                 found.update(turn.token_ids[place].tobytes() + turn.logprobs[place].tobytes() + span.version.encode())
+        if turn.reply is not None:
+            found.update(repr((turn.reply.outcome, turn.reply.reward, turn.reply.verdict)).encode())
     return found.hexdigest()
 
 
@@ -88,11 +96,14 @@ class Log:
         names = ("observation", "ids", "logprobs")
         line: dict[str, Any] = {name: _text(array.tobytes()) for name, array in zip(names, arrays, strict=True)}
         spans = [[each.version, each.first, each.end] for each in turn.spans]
+        if (reply := turn.reply) is not None:
+            line["reply"] = [_text(reply.observation_ids.tobytes()), reply.done, reply.outcome, reply.failure]
+            line["reply"] += [reply.reward, reply.verdict]
         self._write({"turn": [number, turn.step], "spans": spans, "finish": turn.finish.value} | line)
 
-    def done(self, number: int, record: str) -> None:
-        """Note an episode's end."""
-        self._write({"done": number, "record": record})
+    def done(self, number: int, executed: Mapping[str, int] | None) -> None:
+        """Note an episode's end, and how often each of its calls was executed."""
+        self._write({"done": number, "executed": executed})
 
     def _write(self, line: dict[str, Any]) -> None:
         self._file.write(json.dumps(line).encode() + b"\n")
@@ -103,7 +114,8 @@ class Seen:
 
     def __init__(self, file: Path) -> None:
         self.turns: dict[int, list[Turn]] = {}
-        self.done: dict[int, str] = {}
+        self.done: dict[int, dict[str, int] | None] = {}
+        """Executions of each call of the episodes that have ended; None: unknown."""
         self.pieces: list[tuple[int, int, int, bytes, bytes]] = []
         """Episode, step, first token, ids, logprobs."""
         for line in _lines(file):
@@ -112,7 +124,7 @@ class Seen:
             elif "turn" in line:
                 self.turns.setdefault(line["turn"][0], []).append(_turn(line))
             else:
-                self.done[line["done"]] = line["record"]
+                self.done[line["done"]] = line["executed"]
 
     def changed(self) -> int:
         """Tokens that a client saw and that are others in the turn that it has now."""
@@ -140,7 +152,12 @@ def _turn(line: dict[str, Any]) -> Turn:
         np.frombuffer(_bytes(line["logprobs"]), "<f4"),
         tuple(Span(*each) for each in line["spans"]),
         Finish(line["finish"]),
+        _reply(*line["reply"]) if "reply" in line else None,
     )
+
+
+def _reply(observation: str, done: bool, outcome: str, failure: str, reward: float | None, verdict: str) -> Reply:
+    return Reply(np.frombuffer(_bytes(observation), "<i4"), (), "", done, outcome, failure, reward, {}, verdict)
 
 
 def _lines(file: Path) -> Iterator[dict[str, Any]]:

@@ -1,4 +1,5 @@
-"""Bridge of the `bridge-chaos` benchmark: `python -m benchmarks.bridge_chaos_server FOLDER`, at FOLDER/bridge.sock.
+"""Bridge of the `bridge-chaos` benchmark: `python -m benchmarks.bridge_chaos_server FOLDER ENVD`, at
+FOLDER/bridge.sock. ENVD: address of the server of its sandboxes.
 
 Its engine draws each token from the whole context before it, so that one wrong token changes all that follow. SIGUSR1
 makes the engine lose what it is sampling. Answers each line of its input with its open episodes, until the input ends.
@@ -7,6 +8,7 @@ makes the engine lose what it is sampling. Answers each line of its input with i
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import json
 import os
@@ -15,9 +17,11 @@ import signal
 import sys
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
+from benchmarks.bridge_chaos_hosted import Script, hosting
 from benchmarks.processes import die_with_parent
 from contracts.rpc.listening import Listening
 from inference.bridge.checks import Limits
@@ -35,9 +39,12 @@ _PAUSE_S = 0.015
 
 
 class ChainEngine:
-    """Token and logprob at a place are a digest of (seed, all tokens before it)."""
+    """Token and logprob at a place are a digest of (seed, all tokens before it); where turns end with stop tokens, as
+    those of hosted episodes, the tokens are a script's.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, script: Script) -> None:
+        self._script = script
         self._losses = 0
 
     def lose(self) -> None:
@@ -52,7 +59,8 @@ class ChainEngine:
         """See Engine."""
         chain = hashlib.blake2b(params.seed.to_bytes(8, "little"), digest_size=8)
         chain.update(np.asarray(prompt_ids, "<i4").tobytes())
-        left, losses = params.max_tokens, self._losses
+        planned = self._script.rest(prompt_ids)[: params.max_tokens] if params.stop_token_ids else None
+        left, losses = params.max_tokens if planned is None else len(planned), self._losses
         while left:
             await asyncio.sleep(random.expovariate(1 / _PAUSE_S))
             if self._losses > losses:
@@ -60,12 +68,13 @@ class ChainEngine:
             ids, logprobs = [], []
             for _ in range(min(left, random.randint(1, _LONGEST_PIECE))):
                 drawn = chain.digest()
-                ids.append(int.from_bytes(drawn[:4], "little") % VOCABULARY)
+                ids.append(int.from_bytes(drawn[:4], "little") % VOCABULARY if planned is None else planned.pop(0))
                 logprobs.append(-int.from_bytes(drawn[4:], "little") / 2**29)
                 chain.update(ids[-1].to_bytes(4, "little"))
             left -= len(ids)
             tokens, scores = np.array(ids, np.int32), np.array(logprobs, np.float32)
-            yield Piece(tokens, scores, [("chain", 0, len(ids))], None if left else "length")
+            end: Literal["length", "stop"] = "length" if planned is None else "stop"
+            yield Piece(tokens, scores, [("chain", 0, len(ids))], None if left else end)
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
         """The bridge streams."""
@@ -86,11 +95,13 @@ class ChainEngine:
         """See Engine."""
 
 
-async def _serve(folder: Path) -> None:
-    engine = ChainEngine()
+async def _serve(folder: Path, envd: str) -> None:
+    script = Script()
+    engine = ChainEngine(script)
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, engine.lose)
     bounds = Bounds(lease_s=LEASE_S)
-    options = Options(Listening(f"unix:{folder / 'bridge.sock'}"), bounds, folder / "journal")
+    hosted = functools.partial(hosting, envd, script.tokenizer)
+    options = Options(Listening(f"unix:{folder / 'bridge.sock'}"), bounds, folder / "journal", hosting=hosted)
     async with serving(engine, Limits(VOCABULARY, 0), options) as bridge:
         print(json.dumps({"open": bridge.sessions.open}), flush=True)
         while await asyncio.to_thread(sys.stdin.readline):
@@ -100,4 +111,4 @@ async def _serve(folder: Path) -> None:
 if __name__ == "__main__":
     die_with_parent(os.getppid())
     os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
-    asyncio.run(_serve(Path(sys.argv[1])))
+    asyncio.run(_serve(Path(sys.argv[1]), sys.argv[2]))
