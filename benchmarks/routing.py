@@ -40,7 +40,7 @@ from benchmarks.routing_fronts import (
     started,
 )
 from benchmarks.routing_load import BLOCK, MOST, Conversation, group_load, least, text_of, trace_load
-from benchmarks.routing_replicas import MODEL, Machine
+from benchmarks.routing_replicas import MODEL, Imbalance, Machine, mean_of
 from benchmarks.routing_virtual import Played, play
 from contracts.errors import TriplaneError
 
@@ -123,6 +123,7 @@ def run(options: RoutingOptions) -> Result:
         "computed: prompt tokens that the replicas computed, over those of one cache without end",
         "makespan: over the larger of the work of a replica's share and the longest conversation",
         "imbalance: tokens in flight of the fullest replica over the mean; mean and p99 of samples",
+        "imbalance_over_least: the same over the most that a replica must have, the mean or the largest request",
         "slow: the first replica has half the speed, the bound is that of equal ones",
         "virtual: groups, in virtual time; virtual_slow: means over each replica at half speed",
         "makespan_ratio: that of route over the least of the others",
@@ -140,11 +141,14 @@ def _measured(
         seconds = asyncio.run(_play(options, talks, urls, front, url))
     found = httpx.get(f"{urls[0]}/measured", timeout=PATIENCE_S).json()
     bound = least(talks, options.replicas, options.prefill, options.decode, options.slots)
+    samples = [Imbalance(*each) for each in found["imbalance"]]
+    mean = mean_of(samples)
     return {
         "computed": found["computed"] / bound.computed,
         "makespan": seconds / bound.seconds,
-        "imbalance": sum(found["imbalance"]) / max(1, len(found["imbalance"])),
-        "imbalance_p99": percentile(found["imbalance"] or [0.0], 99),
+        "imbalance": mean.over_mean,
+        "imbalance_p99": percentile([each.over_mean for each in samples] or [0.0], 99),
+        "imbalance_over_least": mean.over_least,
     }
 
 

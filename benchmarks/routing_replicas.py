@@ -13,9 +13,10 @@ import json
 import socket
 import sys
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from statistics import fmean
+from typing import Any, NamedTuple
 
 import uvicorn
 from starlette.applications import Starlette
@@ -57,12 +58,12 @@ class Replica:
         self._prefill = asyncio.Lock()
         self.computed = 0
         """Prompt tokens."""
-        self.flying = 0
-        """Tokens of requests in flight, prompt and output."""
+        self.flying: list[int] = []
+        """Tokens of each request in flight, prompt and output."""
 
     async def complete(self, tokens: list[int], count: int, conversation: str, turn: int) -> list[int]:
         """Compute a prompt, and sample `count` tokens."""
-        self.flying += len(tokens) + count
+        self.flying.append(len(tokens) + count)
         try:
             async with self._slots:
                 keys = block_keys(tokens)
@@ -76,7 +77,7 @@ class Replica:
                 self._keep(block_keys(tokens + made))
                 return made
         finally:
-            self.flying -= len(tokens) + count
+            self.flying.remove(len(tokens) + count)
 
     def _cached(self, keys: list[int]) -> int:
         return next((at for at, key in enumerate(keys) if key not in self._pages), len(keys)) * BLOCK
@@ -89,10 +90,26 @@ class Replica:
             self._pages.popitem(last=False)
 
 
-def imbalance(replicas: Collection[Replica]) -> float:
-    """Tokens in flight of the fullest replica over the mean; 0: none."""
-    loads = [each.flying for each in replicas]
-    return max(loads) * len(loads) / sum(loads) if sum(loads) else 0.0
+class Imbalance(NamedTuple):
+    """Tokens in flight of the fullest replica."""
+
+    over_mean: float
+    over_least: float
+    """Over the most that it must have: the mean, or the largest request if that is more."""
+
+
+def imbalance(replicas: Collection[Replica]) -> Imbalance | None:
+    """Of the requests in flight; None if there are none."""
+    loads = [sum(each.flying) for each in replicas]
+    if not any(loads):
+        return None
+    mean, largest = sum(loads) / len(loads), max(max(each.flying, default=0) for each in replicas)
+    return Imbalance(max(loads) / mean, max(loads) / max(mean, largest))
+
+
+def mean_of(samples: Sequence[Imbalance]) -> Imbalance:
+    """Means of samples; 0: there are none."""
+    return Imbalance(*map(fmean, zip(*samples, strict=True))) if samples else Imbalance(0.0, 0.0)
 
 
 class Replicas:
@@ -101,7 +118,7 @@ class Replicas:
     def __init__(self, ports: list[int], machine: Machine) -> None:
         self._ports, self._machine = ports, machine
         self._found: dict[int, Replica] = {}
-        self._imbalance: list[float] = []
+        self._imbalance: list[Imbalance] = []
 
     def starlette(self) -> Starlette:
         """The ASGI application of all ports."""

@@ -9,12 +9,11 @@ import asyncio
 import selectors
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import fmean
 
 import numpy as np
 
 from benchmarks.routing_load import BLOCK, MOST, Conversation, least
-from benchmarks.routing_replicas import Machine, Replica, imbalance
+from benchmarks.routing_replicas import Imbalance, Machine, Replica, imbalance, mean_of
 from inference.router import Namespace, Router, RouterConfig
 
 _TURN_S = 0.005
@@ -33,6 +32,8 @@ class Played:
     """Over the larger of the work of a replica's share and the longest conversation, on replicas of full speed."""
     imbalance: float
     """Tokens in flight of the fullest replica over the mean: mean of samples."""
+    imbalance_over_least: float
+    """The same, over the most that a replica must have."""
 
 
 def play(
@@ -62,7 +63,7 @@ async def _play(
     router = Router(Namespace("policy"), RouterConfig(block_tokens=BLOCK), clock=loop.time)
     for place in range(count):
         router.add(str(place))
-    seen: list[float] = []
+    seen: list[Imbalance] = []
 
     async def talk(each: Conversation) -> None:
         await asyncio.sleep(each.start_s)
@@ -95,7 +96,7 @@ async def _play(
     watching.cancel()
     bound = least(talks, count, machine.prefill, machine.decode, machine.slots)
     computed = sum(each.computed for each in replicas) / bound.computed
-    return Played(computed, loop.time() / bound.seconds, fmean(seen or [0.0]))
+    return Played(computed, loop.time() / bound.seconds, *mean_of(seen))
 
 
 class _Loop(asyncio.SelectorEventLoop):

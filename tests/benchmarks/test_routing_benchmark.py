@@ -11,11 +11,23 @@ import pytest
 from benchmarks import routing
 from benchmarks.goals import load_goals
 from benchmarks.routing_load import BLOCK, Conversation, Turn, answer, group_load, least, trace_load
-from benchmarks.routing_replicas import Machine
+from benchmarks.routing_replicas import Imbalance, Machine, Replica, imbalance, mean_of
 from benchmarks.routing_virtual import play
 from contracts.errors import ConfigError
 
 MACHINE = Machine(prefill=4000, decode=50, slots=32, room=8192)
+
+
+def test_imbalance_is_told_from_one_long_request() -> None:
+    one, other = Replica(MACHINE), Replica(MACHINE)
+    assert imbalance([one, other]) is None
+    one.flying.append(90)
+    assert imbalance([one, other]) == (2, 1), "the request can't be divided"
+    other.flying += [5, 5]
+    assert imbalance([one, other]) == (1.8, 1)
+    one.flying.append(30)
+    assert imbalance([one, other]) == (120 / 65, 120 / 90)
+    assert mean_of([Imbalance(2, 1), Imbalance(4, 2)]) == (3, 1.5)
 
 
 @pytest.mark.slow
@@ -31,6 +43,7 @@ def test_both_ways_are_measured(tmp_path: Path) -> None:
     assert {goal.metric for goal in load_goals()["routing"]} <= result.metrics.keys()
     for row in result.rows:
         assert row["computed"] >= 1 and row["makespan"] >= 1 and row["imbalance"] >= 1, row
+        assert 1 <= row["imbalance_over_least"] <= row["imbalance"] + 1e-9, row
     assert result.metrics["groups_hashing_computed"] == 1, "each group stays at one replica, which has room for it"
 
 
