@@ -1,7 +1,7 @@
 """Books of templates: which ones each key's clients have stored, what they take on disk, and what goes to make room.
 
-A derived template takes its patch, and its whole copy while it has one; its base stays in the same book. Unused whole
-copies make room first, then the least recently used templates.
+A derived template takes its patch, and its copies while it has some; its base stays in the same book. Unused copies
+make room first, then the least recently used templates. A copy's name is that of its directory, `copy_name`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from contracts.rpc import caller
 from envd.server.quotas import Quotas
 
+WHOLE, FILES, VERDICT = "", "files", "verdict"
+"""Kinds of copies: a derived template with a repository, a base without one, and a derived template without one."""
 _Book = OrderedDict[str, int]
 
 
@@ -21,7 +23,7 @@ class Removed:
     """What a book let go of, to be removed from the disk."""
 
     copies: list[str] = field(default_factory=list)
-    """Derived templates whose whole copies go."""
+    """Names of copies."""
     templates: list[str] = field(default_factory=list)
     """Templates that no other book lists, derived ones before their bases."""
 
@@ -35,18 +37,18 @@ class Books:
         self._books: defaultdict[str, _Book] = defaultdict(OrderedDict)
         self._sizes: dict[str, int] = {}
         self.copies: OrderedDict[str, int] = OrderedDict()
-        """Bytes of the whole copies of derived templates, the least recently used first."""
+        """Bytes of copies by name, the least recently used first."""
 
-    def use(self, digest: str) -> None:
-        """Make a template the most recently used one."""
+    def use(self, name: str) -> None:
+        """Make a template, or a copy of one, the most recently used one."""
         for book in (*self._books.values(), self.copies):
-            if digest in book:
-                book.move_to_end(digest)
+            if name in book:
+                book.move_to_end(name)
 
-    def charge(self, digest: str, size: int, *, base: str = "", copy: int = 0) -> Removed:
+    def charge(self, digest: str, size: int, *, base: str = "", copy: int = 0, kind: str = "") -> Removed:
         """Charge a template, and its base if it is derived, to the key of the call; return what made room for it.
 
-        size: bytes on disk, for a template that no book lists. copy: bytes of the whole copy that a derived one gets.
+        size: bytes on disk, for a template that no book lists. copy: bytes of the copy that it gets, of this kind.
         Raises QuotaExceeded, and then changes nothing.
         """
         book = self._books[caller.key()]
@@ -57,7 +59,7 @@ class Books:
         for each in listed:
             book[each] = new[each] if each in new else book.pop(each)
         if copy:
-            self.copies[digest] = copy
+            self.copies[copy_name(digest, kind)] = copy
         return removed
 
     def resize(self, digest: str, size: int) -> None:
@@ -74,14 +76,14 @@ class Books:
             book.pop(digest, None)
 
     def surplus(self, most: int) -> list[str]:
-        """Take unused whole copies off the books until those that are left take at most `most` bytes."""
-        unused = [each for each in self.copies if not self._busy(each)]
+        """Names of unused copies, taken off the books until those that are left take at most `most` bytes."""
+        unused = [each for each in self.copies if not self._busy(copied(each))]
         left, gone = sum(self.copies[each] for each in unused), []
-        for digest in unused:
+        for name in unused:
             if left <= most:
                 break
-            left -= self.copies.pop(digest)
-            gone.append(digest)
+            left -= self.copies.pop(name)
+            gone.append(name)
         return gone
 
     def _room(self, book: _Book, size: int, count: int) -> Removed:
@@ -93,13 +95,13 @@ class Books:
             self._quotas.refuse("template_mb", f"no template of {size >> 20} MiB (files and git's copy)", "send less")
         copies: dict[str, None] = {}
         templates: dict[str, None] = {}
-        left = sum(book.values()) + sum(taken for each, taken in self.copies.items() if each in book)
+        left = sum(book.values()) + sum(taken for each, taken in self.copies.items() if copied(each) in book)
         here = len(book)
-        for digest in [each for each in self.copies if each in book and not self._busy(each)]:
+        for name in [each for each in self.copies if copied(each) in book and not self._busy(copied(each))]:
             if left + size <= most:
                 break
-            copies[digest] = None
-            left -= self.copies[digest]
+            copies[name] = None
+            left -= self.copies[name]
         derived = Counter(self._bases[each] for each in book if each in self._bases)
         for digest in (*book, *book):  # a base can go in the second round, if all that is derived from it went
             if left + size <= most and here + count <= rules.templates:
@@ -109,7 +111,7 @@ class Books:
             templates[digest] = None
             derived[self._bases.get(digest, "")] -= 1
             here -= 1
-            left -= book[digest] + (0 if digest in copies else self.copies.get(digest, 0))
+            left -= book[digest] + sum(self.copies.get(each, 0) for each in names_of(digest) if each not in copies)
         if left + size > most:
             self._quotas.refuse("template_mb", f"{left >> 20} MiB of templates that are in use", "end some sandboxes")
         if here + count > rules.templates:
@@ -123,6 +125,21 @@ class Books:
         gone = [each for each in templates if not any(each in other for other in self._books.values())]
         for digest in gone:
             del self._sizes[digest]
-        for digest in (*copies, *gone):
-            self.copies.pop(digest, None)
-        return Removed([each for each in copies if each not in frozenset(gone)], gone)
+        for name in (*copies, *(name for digest in gone for name in names_of(digest))):
+            self.copies.pop(name, None)
+        return Removed([each for each in copies if copied(each) not in frozenset(gone)], gone)
+
+
+def copy_name(digest: str, kind: str) -> str:
+    """Name of a template's copy of a kind, which is that of its directory."""
+    return f"{digest}.{kind}" if kind else digest
+
+
+def copied(name: str) -> str:
+    """Digest of the template that a copy is of."""
+    return name.partition(".")[0]
+
+
+def names_of(digest: str) -> list[str]:
+    """Names of all directories that a template may have."""
+    return [copy_name(digest, kind) for kind in (WHOLE, FILES, VERDICT)]

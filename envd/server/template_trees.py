@@ -1,4 +1,6 @@
-"""Whole templates on disk: a directory of files with a git repository that has them in one commit."""
+"""Templates on disk: whole ones, directories of files with a git repository that has them in one commit, and lighter
+copies without a repository.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,8 @@ import os
 import secrets
 import shutil
 import subprocess
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Container, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
 from contracts.errors import describe
@@ -33,7 +36,7 @@ _MAX_PATH = 4096
 
 def charge_of(files: Tree) -> int:
     """Bytes that a template takes on disk: files in whole blocks, as much again for git's copies, and _REPOSITORY."""
-    return 2 * sum(blocks_of(len(content)) for content in files.values()) + _REPOSITORY
+    return 2 * files_size(files) + _REPOSITORY
 
 
 def blocks_of(size: int) -> int:
@@ -81,12 +84,62 @@ def write_tree(directory: Path, files: Tree, owner: int) -> None:
 
     Raises TemplateError. Blocking.
     """
-    draft = draft_of(directory)
-    try:
-        draft.mkdir()
+    with _drafted(directory) as draft:
         _write_files(draft, files)
         _commit(draft)
         _settle(draft, owner)
+
+
+def write_files(directory: Path, files: Tree, owner: int) -> None:
+    """As `write_tree`, without a repository."""
+    with _drafted(directory) as draft:
+        _write_files(draft, files)
+        _settle(draft, owner)
+
+
+def write_links(directory: Path, source: Path, kept: Iterable[str], changed: Tree, owner: int) -> None:
+    """As `write_files`, of the files at `kept` paths of `source`, which `write_files` has made, as hard links, and of
+    the changed ones.
+    """
+    with _drafted(directory) as draft:
+        made = set[str]()
+        for path in sorted(kept):
+            above = path.rpartition("/")[0]
+            if above not in made:
+                (draft / above).mkdir(parents=True, exist_ok=True)
+                made.add(above)
+            _link(f"{source}/{path}", f"{draft}/{path}")
+        _write_files(draft, changed)
+        _settle(draft, owner, of=changed.keys())
+
+
+def links_size(kept: Iterable[str], changed: Tree) -> int:
+    """Bytes that `write_links` takes on disk: directories, and the changed files."""
+    folders = {path.rpartition("/")[0] for path in (*kept, *changed)}
+    return _BLOCK * len(folders) + files_size(changed)
+
+
+def files_size(files: Tree) -> int:
+    """Bytes that files take on disk, in whole blocks."""
+    return sum(blocks_of(len(content)) for content in files.values())
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # such as too many links, or a file system without any
+        shutil.copy2(source, target)
+        about = Path(source).stat()
+        os.chown(target, about.st_uid, about.st_gid)
+
+
+@contextmanager
+def _drafted(directory: Path) -> Iterator[Path]:
+    """A new directory, which becomes `directory` at the end of the block. Raises TemplateError."""
+    draft = draft_of(directory)
+    try:
+        draft.mkdir()
+        yield draft
         draft.rename(directory)
     except OSError as error:
         if not directory.exists():  # if it exists, another attempt stored it
@@ -147,11 +200,14 @@ def _commit(directory: Path) -> None:
             )
 
 
-def _settle(directory: Path, owner: int) -> None:
-    """Change the tree's owner to the sandbox's user and set every modification time to _STAMP."""
-    given = owner != os.geteuid()
+def _settle(directory: Path, owner: int, *, of: Container[str] | None = None) -> None:
+    """Change the tree's owner to the sandbox's user and set every modification time to _STAMP. of: paths of the only
+    files for which that is to be done.
+    """
+    given, begin = owner != os.geteuid(), len(f"{directory}/")
     for above, _, names in os.walk(directory, topdown=False):
-        for path in [*(f"{above}/{name}" for name in names), above]:
+        files = [f"{above}/{name}" for name in names]
+        for path in [*(each for each in files if of is None or each[begin:] in of), above]:
             if given:
                 os.chown(path, owner, owner, follow_symlinks=False)
             os.utime(path, (_STAMP, _STAMP), follow_symlinks=False)

@@ -8,6 +8,11 @@ A sandbox gets a directory, so `ready` makes a whole copy of a derived template 
 Unused copies are removed first where room is needed. A copy shares nothing with the base that a sandbox could see:
 neither objects of git, which hold the base's version of changed files, nor inodes, whose numbers of links and times
 tell which files were changed.
+
+To write files and a repository takes longer than most verdicts, so verdicts on derived templates get lighter copies:
+
+    templates/<base>.files        the base's files, which no sandbox sees
+    templates/<digest>.verdict    hard links to these, and the changed files, without a repository
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ import shutil
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +30,21 @@ from contracts.errors import describe
 from envd.errors import BaseMissing, TemplateError
 from envd.server.quotas import Quotas
 from envd.server.rules import hides
-from envd.server.template_books import Books, Removed
+from envd.server.template_books import FILES, VERDICT, WHOLE, Books, Removed, copy_name, names_of
 from envd.server.template_patches import Patch
-from envd.server.template_trees import blocks_of, charge_of, check_paths, draft_of, read_tree, write_patch, write_tree
+from envd.server.template_trees import (
+    blocks_of,
+    charge_of,
+    check_paths,
+    draft_of,
+    files_size,
+    links_size,
+    read_tree,
+    write_files,
+    write_links,
+    write_patch,
+    write_tree,
+)
 from envd.trees import Tree, digest_of_hashes, hashes_of, patched, template_digest
 
 _MOST_SHOWN = 1024
@@ -52,7 +70,7 @@ class Templates:
         self._books = Books(quotas, self._bases, self._busy)
         self._held: Counter[str] = Counter()
         self.on_removed: Callable[[str], Coroutine[Any, Any, None]] | None = None
-        """Callback with the digest of each template whose directory is removed."""
+        """Callback with the name of each directory of a template that is removed."""
         self._lock = asyncio.Lock()
         self._storing: dict[str, asyncio.Task[None]] = {}
         self._removing: dict[str, asyncio.Task[None]] = {}
@@ -114,6 +132,19 @@ class Templates:
             with self.held(digest):
                 await self._once(digest, self._copy(digest))
 
+    async def ready_for_verdict(self, digest: str) -> str:
+        """Make the directory in which a verdict on a template starts, and return its name. Hold the template without
+        awaiting. Raises as `ready`.
+        """
+        if self.require(digest) not in self._bases:
+            return digest
+        name = copy_name(digest, VERDICT)
+        while not (self._directory / name).is_dir():
+            with self.held(self.require(digest)):
+                await self._once(name, self._copy_for_verdict(digest))
+        self._books.use(name)
+        return name
+
     @contextmanager
     def held(self, digest: str) -> Iterator[None]:
         """Hold a template for the duration of the block."""
@@ -137,31 +168,33 @@ class Templates:
             asyncio.get_running_loop().call_soon(self._remove_surplus)
 
     def _remove_surplus(self) -> None:
-        for digest in self._books.surplus(_UNUSED):
-            self._remove_directory(digest)
+        for name in self._books.surplus(_UNUSED):
+            self._remove_directory(name)
 
     def _busy(self, digest: str) -> bool:
-        return digest in self._held or digest in self._storing
+        return digest in self._held or not self._storing.keys().isdisjoint(names_of(digest))
 
-    async def _once(self, digest: str, work: Coroutine[Any, Any, None], *, new: bool = False) -> None:
-        """Do what stores a template, or wait for who does so already. new: take it off the books if that fails."""
-        storing = self._storing.get(digest)
+    async def _once(self, name: str, work: Coroutine[Any, Any, None], *, new: bool = False) -> None:
+        """Do what stores a template, or a copy, or wait for who does so already. new: take it off the books if that
+        fails.
+        """
+        storing = self._storing.get(name)
         if storing is None or storing.done():
-            storing = self._storing[digest] = asyncio.create_task(work)
-            storing.add_done_callback(lambda done: self._stored(digest, done))
+            storing = self._storing[name] = asyncio.create_task(work)
+            storing.add_done_callback(lambda done: self._stored(name, done))
         else:
             work.close()
         # shielded: a thread can't be cancelled, so the work, and its lock, continue when a caller is cancelled
         try:
             await asyncio.shield(storing)
         except TemplateError:
-            if new and not self._has(digest):
-                self._books.forget(digest)
+            if new and not self._has(name):
+                self._books.forget(name)
             raise
 
-    def _stored(self, digest: str, done: asyncio.Task[None]) -> None:
-        if self._storing.get(digest) is done:  # it may have a successor already
-            del self._storing[digest]
+    def _stored(self, name: str, done: asyncio.Task[None]) -> None:
+        if self._storing.get(name) is done:  # it may have a successor already
+            del self._storing[name]
 
     async def _store(self, digest: str, files: Tree) -> None:
         async with self._lock:
@@ -184,19 +217,44 @@ class Templates:
             await self._removed(digest)
             with self.held(self._bases[digest]):
                 files = await asyncio.to_thread(self.files_of, digest)
-                if template_digest(files) != digest:
-                    raise TemplateError(f"template {digest[:12]} was changed on the disk: restart this envd server")
-                await self._remove(self._books.charge(digest, 0, copy=charge_of(files)))
-                try:
-                    await asyncio.to_thread(write_tree, self._directory / digest, files, self._owner)
-                except BaseException:
-                    self._books.copies.pop(digest, None)
-                    raise
+                _check(digest, template_digest(files))
+                writing = partial(write_tree, self._directory / digest, files, self._owner)
+                await self._charged(digest, WHOLE, charge_of(files), writing)
 
-    async def _removed(self, digest: str) -> None:
+    async def _copy_for_verdict(self, digest: str) -> None:
+        """Store the copy of a derived template in which verdicts start."""
+        name, base = copy_name(digest, VERDICT), self._bases[digest]
+        source = self._directory / copy_name(base, FILES)
+        async with self._lock:
+            await self._removed(name)
+            with self.held(base):
+                await self._removed(source.name)
+                if not source.is_dir():
+                    files = await asyncio.to_thread(self.files_of, base)
+                    _check(base, template_digest(files))
+                    await self._charged(
+                        base, FILES, files_size(files), partial(write_files, source, files, self._owner)
+                    )
+                self._books.use(source.name)
+                hashes, patch = await self._hashes_of(base), await asyncio.to_thread(self._patch_of, digest, base)
+                kept = hashes.keys() - patch.removed - patch.changed.keys()
+                _check(digest, digest_of_hashes({path: hashes[path] for path in kept} | hashes_of(patch.changed)))
+                linking = partial(write_links, self._directory / name, source, kept, patch.changed, self._owner)
+                await self._charged(digest, VERDICT, links_size(kept, patch.changed), linking)
+
+    async def _charged(self, digest: str, kind: str, size: int, write: Callable[[], None]) -> None:
+        """Store a template's copy, which takes `size` bytes, by `write`."""
+        await self._remove(self._books.charge(digest, 0, copy=size, kind=kind))
+        try:
+            await asyncio.to_thread(write)
+        except BaseException:
+            self._books.copies.pop(copy_name(digest, kind), None)
+            raise
+
+    async def _removed(self, name: str) -> None:
         """Wait until a directory of this name is removed that was to be removed."""
-        if digest in self._removing:
-            await asyncio.wait([self._removing[digest]])
+        if name in self._removing:
+            await asyncio.wait([self._removing[name]])
 
     async def _remove(self, removed: Removed) -> None:
         """Remove unused templates and copies."""
@@ -206,24 +264,25 @@ class Templates:
                 (self._patches / digest).unlink(missing_ok=True)
             for key in [key for key, shown in self._shown.items() if digest in (key[0], shown)]:
                 del self._shown[key]
-        for digest in (*removed.copies, *removed.templates):
-            self._remove_directory(digest)
-        await asyncio.gather(*(self._removed(each) for each in (*removed.copies, *removed.templates)))
+        names = [*removed.copies, *(name for digest in removed.templates for name in names_of(digest))]
+        for name in names:
+            self._remove_directory(name)
+        await asyncio.gather(*map(self._removed, names))
 
-    def _remove_directory(self, digest: str) -> None:
-        """Remove a template's directory, if it has one: rename it, so that no reader finds a part, and delete it later.
+    def _remove_directory(self, name: str) -> None:
+        """Remove a directory, if it exists: rename it, so that no reader finds a part, and delete it later.
 
         `_removed` waits for the end.
         """
-        gone = draft_of(self._directory / digest)
+        gone = draft_of(self._directory / name)
         with suppress(FileNotFoundError):
-            (self._directory / digest).rename(gone)
-            removing = self._removing[digest] = asyncio.create_task(self._clear(digest, gone))
-            removing.add_done_callback(lambda _: self._removing.pop(digest))
+            (self._directory / name).rename(gone)
+            removing = self._removing[name] = asyncio.create_task(self._clear(name, gone))
+            removing.add_done_callback(lambda _: self._removing.pop(name))
 
-    async def _clear(self, digest: str, gone: Path) -> None:
+    async def _clear(self, name: str, gone: Path) -> None:
         if self.on_removed is not None:
-            await self.on_removed(digest)
+            await self.on_removed(name)
         await asyncio.to_thread(shutil.rmtree, gone, True)
 
     async def without(self, digest: str, hidden: Sequence[str]) -> str:
@@ -263,9 +322,9 @@ class Templates:
         known = digest.isalnum() and len(digest) <= _MAX_DIGEST
         return digest in self._bases or (known and (self._directory / digest).is_dir())
 
-    def directory_of(self, digest: str) -> Path:
-        """Directory of a template's files, which must not be changed; see `ready`."""
-        return self._directory / digest
+    def directory_of(self, name: str) -> Path:
+        """Directory of a template's files, or of its copy of this name, which must not be changed; see `ready`."""
+        return self._directory / name
 
     def files_of(self, digest: str) -> dict[str, bytes]:
         """Files of a template: content by path. Blocking."""
@@ -292,3 +351,8 @@ class Templates:
             if len(self._hashes) > _MOST_BASES:
                 self._hashes.popitem(last=False)
         return self._hashes[digest]
+
+
+def _check(digest: str, found: str) -> None:
+    if found != digest:
+        raise TemplateError(f"template {digest[:12]} was changed on the disk: restart this envd server")

@@ -96,7 +96,7 @@ class Verifications:
         blob = diff + b"".join(content for _, content in files)
         slots = self._slots_of_waiting if idle_s else self._slots
         with self._templates.held(digest), self._runtimes.held(packages), self._counted():
-            await self._templates.ready(digest)
+            name = await self._templates.ready_for_verdict(digest)
             try:
                 async with asyncio.timeout(patience_s):
                     await slots.acquire()
@@ -104,9 +104,9 @@ class Verifications:
                 raise ServerBusy(f"no verification slot became free within {patience_s:g} s: retry") from error
             try:
                 if backend.name in self._zygotes:
-                    reply = await self._by_zygote(backend.name, digest, limits, header, blob, packages, hidden)
+                    reply = await self._by_zygote(backend.name, name, limits, header, blob, packages, hidden)
                 else:
-                    spec = self._spec(digest, limits, packages)
+                    spec = self._spec(name, limits, packages)
                     reply = await verify_in_guest(backend, spec, wire.pack(header, blob), timeout_s + _GUEST_S)
             finally:
                 slots.release()
@@ -122,8 +122,8 @@ class Verifications:
 
     async def _by_zygote(
         self,
-        name: str,
-        digest: str,
+        backend: str,
+        template: str,
         limits: Limits,
         header: dict[str, Any],
         blob: bytes,
@@ -132,11 +132,11 @@ class Verifications:
     ) -> dict[str, Any]:
         cold = await asyncio.to_thread(bundle, False) if runtime and not runtime.is_ours else b""
         # elsewhere byte code would name another path of the file, or be another pytest's
-        if name == "namespaces" and not cold:
-            for kind, codes in (await self._byte_code(digest, limits, header, hidden)).items():
+        if backend == "namespaces" and not cold:
+            for kind, codes in (await self._byte_code(template, limits, header, hidden)).items():
                 header = header | {kind: [[path, len(code)] for path, code in codes.items()]}
                 blob += b"".join(codes.values())
-        link = await self._zygotes[name].spawn(digest, limits, {}, runtime=runtime, cold=cold)
+        link = await self._zygotes[backend].spawn(template, limits, {}, runtime=runtime, cold=cold)
         try:
             reply, _ = await link.ask(header, blob, timeout_s=header["timeout_s"] + _ASK_S)
         finally:
@@ -144,18 +144,18 @@ class Verifications:
         return reply
 
     async def _byte_code(
-        self, digest: str, limits: Limits, header: dict[str, Any], hidden: Mapping[str, bytes]
+        self, template: str, limits: Limits, header: dict[str, Any], hidden: Mapping[str, bytes]
     ) -> dict[str, dict[str, bytes]]:
         """Byte code of the hidden test files that run, and of the template's modules, by path."""
         asked = {test.split("::", 1)[0] for test in header["tests"]} if _REWRITING not in header["ini"] else set()
         tests = {path: key_of(path, hidden[path]) for path in asked & hidden.keys() if path.endswith(".py")}
-        directory = self._templates.directory_of(digest)
+        directory = self._templates.directory_of(template)
         modules = await asyncio.to_thread(modules_of, directory)
 
         async def compiled(read: Callable[[str], bytes], rewritten: bool, paths: Sequence[str]) -> dict[str, bytes]:
             files = [(path, await asyncio.to_thread(read, path)) for path in paths]
             asking = {"op": "compile", "files": [[path, len(content)] for path, content in files]}
-            link = await self._zygotes["namespaces"].spawn(digest, limits, {})
+            link = await self._zygotes["namespaces"].spawn(template, limits, {})
             try:
                 blob = b"".join(content for _, content in files)
                 said, codes = await link.ask(asking | {"rewritten": rewritten}, blob, timeout_s=_COMPILE_S)
@@ -170,11 +170,11 @@ class Verifications:
             ),
         }
 
-    def _spec(self, digest: str, limits: Limits, runtime: Runtime | None) -> BoxSpec:
+    def _spec(self, template: str, limits: Limits, runtime: Runtime | None) -> BoxSpec:
         self._count += 1
-        directory = self._templates.directory_of(digest)
+        directory = self._templates.directory_of(template)
         env = runtime.environment({}) if runtime else {}
-        return BoxSpec(f"verify-{self._count}", digest, directory, limits, runtime, env, supervised=True)
+        return BoxSpec(f"verify-{self._count}", template, directory, limits, runtime, env, supervised=True)
 
     async def died(self) -> str:
         """Wait until a zygote ends by itself, and return an error text."""

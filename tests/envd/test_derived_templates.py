@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from stat import S_ISREG
 
 import pytest
 
@@ -19,6 +20,7 @@ from envd.errors import BaseMissing, QuotaExceeded, TemplateError
 from envd.fleet import open_client
 from envd.local import LocalEnvd
 from envd.operations.client import OperationsClient
+from envd.server.template_trees import read_tree
 from envd.server.templates import Templates
 from envd.trees import template_digest
 from tests.envd.harness import Harness
@@ -262,6 +264,23 @@ def test_a_verification_runs_on_a_derived_template(anywhere: Harness) -> None:
     anywhere.client(job)
 
 
+def test_a_verdict_on_a_derived_template_starts_without_a_repository(anywhere: Harness) -> None:
+    test = (
+        "import os, pathlib\n\n\ndef test_tree():\n"
+        "    found = {str(each): (each.read_bytes(), os.access(each, os.X_OK)) for each in pathlib.Path().rglob('*')\n"
+        "             if each.is_file() and '__pycache__' not in each.parts and each.name != 'test_h.py'}\n"
+        f"    assert found == {{path: (data, data.startswith(b'#!')) for path, data in {BROKEN!r}.items()}}\n"
+        "    assert not pathlib.Path('docs').exists() and not pathlib.Path('.git').exists()\n"
+    ).encode()
+
+    async def job(client: OperationsClient) -> None:
+        template = await client.put_template(BROKEN, BASE)
+        result = await client.verify(template, b"", {"test_h.py": test}, ["test_h.py::test_tree"])
+        assert result.outcomes[0].status == "passed", result.outcomes[0].message
+
+    anywhere.client(job)
+
+
 def test_hidden_files_stay_hidden_in_a_derived_template(namespaces: Harness) -> None:
     async def job(client: OperationsClient) -> None:
         template = await client.put_template(BROKEN, BASE)
@@ -358,6 +377,41 @@ def test_unused_copies_are_removed_and_made_again(tmp_path: Path, monkeypatch: p
             assert copies == [digest]
         assert [await asyncio.to_thread(templates.files_of, each) for each in derived] == trees
         assert sorted(each.name for each in (tmp_path / "patches").iterdir()) == sorted(derived[1::2])
+
+    (tmp_path / "templates").mkdir()
+    asyncio.run(scenario(Templates(tmp_path / "templates", os.geteuid())))
+
+
+def test_copies_for_verdicts_share_files_with_each_other_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def entries(directory: Path) -> dict[str, os.stat_result]:
+        return {str(each.relative_to(directory)): each.stat() for each in directory.rglob("*")}
+
+    async def scenario(templates: Templates) -> None:
+        root = await templates.put(BASE)
+        removed = BASE.keys() - BROKEN.keys()
+        first = await templates.derive(
+            root, {path: BROKEN[path] for path in BROKEN if BROKEN[path] not in BASE.values()}, removed
+        )
+        second = await templates.derive(root, {"tool.py": b"TOOL = 3\n"}, [])
+        assert await templates.ready_for_verdict(root) == root
+        names = await asyncio.gather(*(templates.ready_for_verdict(each) for each in (first, second, first)))
+        assert names == [f"{first}.verdict", f"{second}.verdict", f"{first}.verdict"]
+        one, two = (templates.directory_of(name) for name in names[:2])
+        assert read_tree(one) == BROKEN and read_tree(two) == BASE | {"tool.py": b"TOOL = 3\n"}
+        assert not (one / "docs").exists() and not (one / ".git").exists()
+        assert {each.st_mtime for each in entries(one).values()} == {1_000_000_000}
+        await templates.ready(first)
+        for directory in (templates.directory_of(root), templates.directory_of(first)):
+            assert {each.st_nlink for each in entries(directory).values() if S_ISREG(each.st_mode)} == {1}
+        for path in ("run", "pkg/deep/kept.py"):
+            assert entries(one)[path].st_ino == entries(two)[path].st_ino
+        monkeypatch.setattr("envd.server.templates._UNUSED", 0)
+        with templates.held(second):
+            pass
+        await asyncio.sleep(0)
+        await templates.settled()
+        assert sorted(each.name for each in (tmp_path / "templates").iterdir()) == [root]
+        assert read_tree(templates.directory_of(await templates.ready_for_verdict(first))) == BROKEN
 
     (tmp_path / "templates").mkdir()
     asyncio.run(scenario(Templates(tmp_path / "templates", os.geteuid())))
