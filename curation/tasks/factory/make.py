@@ -51,6 +51,10 @@ _STAGE = 120
 """Least number of candidates that are screened before bugs are proved."""
 _HOPED = 0.7
 """Expected share of candidates that become tasks, by which the first stage is sized."""
+_FEWER = 1.25
+"""Later stages are sized as if their share were so many times smaller than that of those before: more bugs repeat what
+there is, and a short further stage waits as long for what is endless as a long one.
+"""
 _AT_ONCE = 32
 """Bugs proved at once."""
 Report = Callable[[str, int, int], None]
@@ -220,7 +224,7 @@ class _Factory:
         combinations = self._config.count // 10 if COMBINE in self._config.strategies else 0
         wanted, begun = self._config.count - combinations, 0
         while len(progress.accepted) < wanted and begun < len(candidates):
-            share = len(progress.accepted) / begun if begun else _HOPED
+            share = len(progress.accepted) / begun / _FEWER if begun else _HOPED
             stage = max(_STAGE, math.ceil((wanted - len(progress.accepted)) / max(share, 0.1)))
             screening = await self._screen(candidates[begun : begun + stage], progress)
             begun += stage

@@ -93,7 +93,8 @@ class Prover:
     ) -> None:
         self._repository, self._baseline = repository, baseline
         self._environment = around.environment
-        self._verifier = Verifier(client, store, timeout_s=VERIFY_TIMEOUT_S, idle_s=IDLE_S)
+        # not eager: almost all states that are graded fail, after which further runs are of no use
+        self._verifier = Verifier(client, store, timeout_s=VERIFY_TIMEOUT_S, idle_s=IDLE_S, eager=False)
         self._runs = Runs(client, VERIFY_TIMEOUT_S, store, idle_s=IDLE_S)
         self._copies = Copies(repository.tree, {**standard_library(), **sources_of(around.runtime)})
         self._drawn = drawn_functions({path: repository.tree[path] for path in set(map(file_of, baseline.good))})

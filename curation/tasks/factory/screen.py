@@ -30,8 +30,10 @@ _WORKERS = 3
 """Forks at once in a sandbox: what only waits is known to do so after a second."""
 _SCREEN_S = 3000.0
 """Deadline of a chunk, in seconds; envd allows 3600."""
-_WALL_S, _CPU_S = 90.0, 4.0
-"""Deadlines of one candidate. The first, of wall clock, is for code that waits: a busy machine must not exceed it."""
+_WALL_S, _CPU_S = 90.0, 2.0
+"""Deadlines of one candidate. The first, of wall clock, is for code that waits: a busy machine must not exceed it. The
+second is most of what screening a package full of loops takes; tests that compute longer make slow verdicts, too.
+"""
 EMPTIED = "emptied"
 """Strategy and operator of a function without a body, which makes no task."""
 _ENVIRONMENT = {"TZ": "UTC", "PYTHONHASHSEED": "0"}
@@ -93,8 +95,9 @@ async def screen(
             reasons[request] += each.strategy != EMPTIED
         else:
             asked.append((each, request))
-    size = max(1, min(CHUNK, math.ceil(len(asked) / _AT_LEAST)))
-    chunks = [asked[start : start + size] for start in range(0, len(asked), size)]
+    count = max(min(_AT_LEAST, len(asked)), math.ceil(len(asked) / CHUNK))
+    # in turns: edits of one function, of which many may be endless, stand together
+    chunks = [asked[start::count] for start in range(count)]
     done = 0
 
     async def one(chunk: list[tuple[Candidate, dict[str, Any]]]) -> dict[str, Any]:
