@@ -35,7 +35,7 @@ PACKAGES = (
     "attrs==26.1.0,boltons==26.2.0,cachetools==8.0.1,click==8.5.1,humanize==4.17.0,itsdangerous==2.2.0,jinja2==3.1.6,"
     "more-itertools==11.2.1,parse==1.22.4,sqlparse==0.6.1,tomlkit==0.15.2,toolz==1.0.0"
 )
-COUNT = 425
+COUNT = 430
 
 
 class TasksOptions(Options):
