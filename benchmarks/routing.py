@@ -123,7 +123,7 @@ def run(options: RoutingOptions) -> Result:
         "computed: prompt tokens that the replicas computed, over those of one cache without end",
         "makespan: over the larger of the work of a replica's share and the longest conversation",
         "imbalance: tokens in flight of the fullest replica over the mean; mean and p99 of samples",
-        "imbalance_over_least: the same over the most that a replica must have, the mean or the largest request",
+        "imbalance_over_least: the same over its lower bound, the larger of the mean and the largest request",
         "slow: the first replica has half the speed, the bound is that of equal ones",
         "virtual: groups, in virtual time; virtual_slow: means over each replica at half speed",
         "makespan_ratio: that of route over the least of the others",

@@ -95,11 +95,11 @@ class Imbalance(NamedTuple):
 
     over_mean: float
     over_least: float
-    """Over the most that it must have: the mean, or the largest request if that is more."""
+    """Over the lower bound of any assignment of these requests: the mean, or the largest request if that is more."""
 
 
 def imbalance(replicas: Collection[Replica]) -> Imbalance | None:
-    """Of the requests in flight; None if there are none."""
+    """Imbalance of the requests in flight; None if there are none."""
     loads = [sum(each.flying) for each in replicas]
     if not any(loads):
         return None

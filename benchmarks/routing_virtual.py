@@ -33,7 +33,7 @@ class Played:
     imbalance: float
     """Tokens in flight of the fullest replica over the mean: mean of samples."""
     imbalance_over_least: float
-    """The same, over the most that a replica must have."""
+    """The same over the lower bound: see Imbalance.over_least."""
 
 
 def play(

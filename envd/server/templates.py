@@ -243,7 +243,7 @@ class Templates:
                 await self._charged(digest, VERDICT, links_size(kept, patch.changed), linking)
 
     async def _charged(self, digest: str, kind: str, size: int, write: Callable[[], None]) -> None:
-        """Store a template's copy, which takes `size` bytes, by `write`."""
+        """Charge a template's copy of `size` bytes, then store it by calling `write`."""
         await self._remove(self._books.charge(digest, 0, copy=size, kind=kind))
         try:
             await asyncio.to_thread(write)

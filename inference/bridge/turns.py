@@ -30,8 +30,8 @@ from inference.errors import EngineError, RequestTooLong, StaleVersion
 Part = tuple[str, bytes, bytes, bytes]
 """Version, ids and logprobs of consecutive tokens, and where the episode is restricted `Episode.drawn` of them."""
 HOSTED_LOSSES = 4
-"""Losses of the engine after which a turn of a hosted episode goes on. Its client could not tell it to: the environment
-replies to whole turns only.
+"""Times that a hosted turn is resumed after its engine was lost. A client can't resume it by another step, since the
+environment replies to whole turns only.
 """
 FIRST_PAUSE_S = 0.5
 """Mean pause after the first loss, in seconds; `backoff_s` gives later pauses."""
@@ -131,7 +131,7 @@ class Running:
         self._engine, self._context = engine, context_tokens
         self._add, self._end, self._act, self._over, self._fail = add, end, act, over, fail
         self._losses = 0 if act is None else HOSTED_LOSSES
-        """Losses of the engine after which the turn goes on."""
+        """Times that the turn is resumed after its engine was lost."""
         self.task = asyncio.create_task(self._run(turn_s))
 
     def stop(self) -> None:

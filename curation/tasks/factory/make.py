@@ -52,8 +52,8 @@ _STAGE = 120
 _HOPED = 0.7
 """Expected share of candidates that become tasks, by which the first stage is sized."""
 _FEWER = 1.25
-"""Later stages are sized as if their share were so many times smaller than that of those before: more bugs repeat what
-there is, and a short further stage waits as long for what is endless as a long one.
+"""Factor by which the stages after the first are larger than the share so far asks for: later bugs are duplicates more
+often, and each further stage waits for the deadlines of endless candidates again.
 """
 _AT_ONCE = 32
 """Bugs proved at once."""

@@ -32,7 +32,7 @@ _SCREEN_S = 3000.0
 """Deadline of a chunk, in seconds; envd allows 3600."""
 _WALL_S, _CPU_S = 90.0, 2.0
 """Deadlines of one candidate. The first, of wall clock, is for code that waits: a busy machine must not exceed it. The
-second is most of what screening a package full of loops takes; tests that compute longer make slow verdicts, too.
+second bounds processor time: endless loops use all of it, and tests that need more would make every verdict slow.
 """
 EMPTIED = "emptied"
 """Strategy and operator of a function without a body, which makes no task."""
@@ -96,7 +96,7 @@ async def screen(
         else:
             asked.append((each, request))
     count = max(min(_AT_LEAST, len(asked)), math.ceil(len(asked) / CHUNK))
-    # in turns: edits of one function, of which many may be endless, stand together
+    # round-robin: the edits of a function are adjacent, and often many of them are endless
     chunks = [asked[start::count] for start in range(count)]
     done = 0
 
