@@ -202,6 +202,7 @@ def test_a_server_that_answers_503_is_left_out_until_it_is_well() -> None:
         places = {face.post("/v1/chat/completions", chat(str(each))).headers["x-replica"] for each in range(20)}
         assert places == {other.url}
         assert len(one.seen) <= 1
+        until(lambda: face.metric("route_replicas", state="out") == 1)  # a probe finds it if no request did
         other.status, other.healthy = 503, False
         assert face.post("/v1/chat/completions", chat()).status_code == 503
         until(lambda: face.metric("route_replicas", state="out") == 2)
