@@ -1,5 +1,10 @@
 # Everything a newcomer or CI runs. Each target installs what it needs first.
-PYTHON ?= python3
+# Python runs code about a fifth slower from a shared library, as pyenv builds it with --enable-shared. Where `python3` is
+# such a one, the system's takes its place, if it can: at least 3.11, with ensurepip and headers.
+FIT = import ensurepip, os, sys, sysconfig; \
+	sys.exit(sys.version_info < (3, 11) or not os.path.exists(sysconfig.get_path("include") + "/Python.h"))
+PYTHON ?= $(shell ldd "$$(python3 -c 'import sys; print(sys.executable)')" 2>/dev/null | grep -q libpython \
+	&& /usr/bin/python3 -c '$(FIT)' 2>/dev/null && echo /usr/bin/python3 || echo python3)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
