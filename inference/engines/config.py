@@ -163,6 +163,10 @@ class SglangConfig(_LoadingConfig):
     """Selects this engine."""
     base_url: str
     """Root URL of the server, e.g. http://host:30000. It reads the store's files under the same paths."""
+    events_port: int | None = Field(default=None, ge=1, le=65534)
+    """As a replica of `routed`: port at the server's host where it publishes its cache events, in blocks of 16 tokens,
+    and replays them at the next one (docs/routing.md). null: what it has cached is known by the requests sent to it.
+    """
     weights: Literal["fp8", "dequantized"] = "fp8"
     """Weights that the server loads, as it was started: the FP8 checkpoint, or a float32 copy of it in
     $TRIPLANE_CACHE.
@@ -172,6 +176,11 @@ class SglangConfig(_LoadingConfig):
     @classmethod
     def _one_url(cls, value: str) -> str:
         return _one(value, "engine.base_url", url=True)
+
+    @property
+    def events(self) -> tuple[str, int] | None:
+        """See the base class."""
+        return None if self.events_port is None else (self.base_url, self.events_port)
 
     @property
     def records_routing(self) -> bool:

@@ -1,4 +1,4 @@
-"""Follow the cache events of replicas over ZMQ, as vLLM publishes them (`--kv-events-config`).
+"""Follow the cache events of replicas over ZMQ, as vLLM and SGLang publish them.
 
     replay from 0 --> router.apply <-- published batches     a gap: replay from there; what is not replayed is lost, and
                                                              the replica counts as empty before the next batch

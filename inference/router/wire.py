@@ -1,7 +1,8 @@
-"""Cache events as vLLM publishes them: three frames a message, (topic, sequence number, batch as MessagePack).
+"""Cache events as vLLM and SGLang publish them: three frames a message, (topic, sequence number, MessagePack batch).
 
 A batch is [seconds, events, data-parallel rank]. An event is a map with its name under `type`, or, as earlier versions
-wrote it, an array that begins with its name; both forms are read. The block hashes are vLLM's own, numbers or bytes.
+of vLLM wrote it, an array that begins with its name; both forms are read. The block hashes are the engine's own,
+numbers or bytes.
 """
 
 from __future__ import annotations
@@ -62,9 +63,7 @@ class WireDecoder:
             _, events, *_ = self._decode(payload)
             found = [self._event(_fields(each)) for each in events]
         except (ValueError, TypeError, KeyError, IndexError) as error:
-            raise RouterError(
-                f"a message is no batch of vLLM's cache events: {type(error).__name__}: {error}"
-            ) from None
+            raise RouterError(f"a message is no batch of cache events: {type(error).__name__}: {error}") from None
         return Batch(int.from_bytes(sequence, "big"), [each for each in found if each is not None])
 
     def _event(self, fields: Mapping[str, Any]) -> Event | None:
@@ -83,7 +82,7 @@ class WireDecoder:
             return None
         parent = fields["parent_block_hash"]
         tokens = np.array(fields["token_ids"], np.int32)
-        root = None if parent is not None else _namespace(fields.get("extra_keys"))
+        root = None if parent is not None else _namespace(fields.get("extra_keys"), fields.get("cache_salt"))
         return Stored(fields["block_hashes"], parent, tokens, fields["block_size"], root)
 
 
@@ -100,8 +99,12 @@ def _fields(event: Any) -> Mapping[str, Any]:
     return {"type": name, **dict(zip(_FIELDS.get(name, ()), values, strict=False))}
 
 
-def _namespace(extra: Sequence[Sequence[Any] | None] | None) -> int | None:
-    """Namespace of a chain by the extra keys of its blocks; None if the server does not send them."""
+def _namespace(extra: Sequence[Sequence[Any] | None] | None, salt: str | None) -> int | None:
+    """Namespace of a chain by the extra keys of its blocks (vLLM) or its cache salt (SGLang); None if the server sends
+    neither.
+    """
+    if salt is not None:
+        return Namespace(salt).value
     if extra is None:
         return None
     keys = list(extra[0] or ()) if extra else []

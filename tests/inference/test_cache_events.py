@@ -148,6 +148,23 @@ async def test_events_in_both_forms_of_vllm_are_read(form: str, monkeypatch: pyt
     server.close()
 
 
+async def test_a_cache_salt_in_events_of_sglang_is_their_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Server(Structs(Maps))
+    fields = [*STORED[:5], ("medium", str | None, None), ("cache_salt", str | None, None)]
+    stored = msgspec.defstruct("BlockStored", fields, bases=(Maps,), omit_defaults=True, tag=True)
+    server.open(monkeypatch)
+    router, subscriptions = followed(server.port)
+    other = [each + 1 for each in PROMPT]
+    server.send(stored([-1, -2], None, other[: 2 * SIZE], SIZE, None, "GPU", "v0"))
+    server.send(stored([-3], -2, other[2 * SIZE : 3 * SIZE], SIZE, None, "GPU", "v0"))
+    server.send(stored([1, 2], None, PROMPT[: 2 * SIZE], SIZE, None, "GPU", "v1"))
+    server.send(stored([3], 2, PROMPT[2 * SIZE : 3 * SIZE], SIZE, None, "CPU_PINNED", "v1"))
+    await reached(lambda: cached(router) == 2 * SIZE)
+    assert cached(router, other) == 0
+    await subscriptions.close()
+    server.close()
+
+
 async def test_what_was_published_before_is_replayed() -> None:
     port = events_port()
     publisher = EventPublisher("127.0.0.1", port)

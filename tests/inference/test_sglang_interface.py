@@ -1,4 +1,5 @@
-"""Every route and field that the client uses exists in the real SGLang 0.5.23: its source is read, not run.
+"""Every route and field that the client uses exists in the real SGLang 0.5.23: its source is read, and only the
+publisher of its cache events runs.
 
 The wheel comes from PyPI (39 MB), or SGLANG_SOURCE names a folder with the package `sglang`.
 """
@@ -7,9 +8,11 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import importlib.util
 import os
 import subprocess
 import sys
+import types
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,7 @@ from inference.engines import sglang as client
 from inference.errors import EngineError
 from tests.inference.conftest import write_checkpoint
 from tests.inference.sglang_server import GETS, serving
+from tests.inference.test_cache_events import PROMPT, SIZE, cached, events_port, followed, reached
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 VERSION = "0.5.23"
@@ -132,3 +136,43 @@ def test_what_we_read_is_what_the_server_writes(source: Path) -> None:
     finished = (source / "managers/schedule_batch.py").read_text()
     for reason in client._REASONS:
         assert f'"type": "{reason}"' in finished
+
+
+async def test_events_of_the_servers_own_publisher_are_followed(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("sglang", "sglang.srt", "sglang.srt.utils", "sglang.srt.runtime_context"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    setattr(sys.modules["sglang.srt.runtime_context"], "get_parallel", None)  # noqa: B010 - a module lacks the name
+    load(source, "utils/network", monkeypatch)
+    events = load(source, "disaggregation/kv_events", monkeypatch)
+    port = events_port()
+    options = {"publisher": "zmq", "endpoint": f"tcp://*:{port}", "replay_endpoint": f"tcp://*:{port + 1}"}
+    publisher = events.EventPublisherFactory.create(events.KVEventsConfig(**options).model_dump_json())
+
+    def stored(blocks: list[int], parent: int | None, start: int, salt: str) -> Any:
+        tokens = PROMPT[start * SIZE : (start + len(blocks)) * SIZE]
+        return events.BlockStored(blocks, parent, tokens, SIZE, None, "GPU", salt)
+
+    try:
+        publisher.publish(events.KVEventBatch(1.0, [stored([5, -6], None, 0, "v1"), stored([8], None, 0, "v0")]))
+        router, subscriptions = followed(port)
+        await reached(lambda: cached(router) == 2 * SIZE)
+        publisher.publish(events.KVEventBatch(2.0, [stored([7], -6, 2, "v1")]))
+        await reached(lambda: cached(router) == 3 * SIZE)
+        publisher.publish(events.KVEventBatch(3.0, [events.BlockRemoved([-6], "GPU")]))
+        await reached(lambda: cached(router) == SIZE)
+        publisher.publish(events.KVEventBatch(4.0, [events.AllBlocksCleared()]))
+        await reached(lambda: cached(router) == 0)
+        await subscriptions.close()
+    finally:
+        publisher.shutdown()
+
+
+def load(source: Path, path: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A module of the server's source."""
+    name = f"sglang.srt.{path.replace('/', '.')}"
+    spec = importlib.util.spec_from_file_location(name, source / f"{path}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)
+    spec.loader.exec_module(module)
+    return module
