@@ -1,6 +1,6 @@
 # Everything a newcomer or CI runs. Each target installs what it needs first.
-# Python runs code about a fifth slower from a shared library, as pyenv builds it with --enable-shared. Where `python3` is
-# such a one, the system's takes its place, if it can: at least 3.11, with ensurepip and headers.
+# A Python that is linked to a shared libpython, as pyenv's with --enable-shared, runs code about a fifth slower. If
+# `python3` is such a one, the default is /usr/bin/python3, if that is at least 3.11 and has ensurepip and C headers.
 FIT = import ensurepip, os, sys, sysconfig; \
 	sys.exit(sys.version_info < (3, 11) or not os.path.exists(sysconfig.get_path("include") + "/Python.h"))
 PYTHON ?= $(shell ldd "$$(python3 -c 'import sys; print(sys.executable)')" 2>/dev/null | grep -q libpython \

@@ -184,8 +184,9 @@ def test_copies_of_short_functions_are_found_by_name_and_code() -> None:
     assert Copies(tree, {"installed.py": b"x = 1\n" + copy.encode()}).of(put) == "installed.py"
     pos = "    def __pos__(a):\n        return Fraction(a._numerator, a._denominator, _normalize=False)\n"
     positive = functions_of(f"class Fraction:\n{pos}")["pack/core.py::Fraction.__pos__"]
-    assert Copies({}, standard_library()).of(positive) == "python/fractions.py"
-    library = {"recipes.py": b'def take(n, items):\n    "Return first n items."\n    return list(islice(items, n))\n'}
+    taking = b'def take(n, items):\n    "Return first n items."\n    return list(islice(items, n))\n'
+    library = {"recipes.py": taking, **standard_library()}
+    assert Copies({}, library).of(positive) == "python/fractions.py"
     recipe = '    """First items."""\n    return list(islice(iterable, n))\n'
     take = functions_of(f"def take(n, iterable):\n{recipe}")["pack/core.py::take"]
     assert Copies({}, library).of(take) == "recipes.py", "its parameter has another name there"
