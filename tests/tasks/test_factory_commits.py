@@ -138,12 +138,40 @@ def test_commits_are_undone_at_head_and_the_others_named(clone: Path, tmp_path: 
     assert all(Candidate.from_row(each.to_row()) == each for each in found)
 
 
+def test_functions_of_an_older_version_come_back_and_the_others_are_named(clone: Path, tmp_path: Path) -> None:
+    repository = read_repository(str(clone), open_store(str(tmp_path)))
+    functions = covered(repository)
+    (core,) = {each.source.path for each in functions}
+    lines = repository.tree[core].decode()
+    assert "result = 3 + 2 * second\n" in lines
+    changed = lines.replace("result = 3 + 2 * second\n", "result = 3\n").replace("def f4(", "def before_f4(")
+    older = {core: changed.replace('"""Sum of some terms."""', '"""Sum."""').encode()}
+    reasons = {}
+    for before in (older, {}, {core: b"print 'Python 2'\n"}):
+        context = Context(repository, functions, Lines({}), 0, older=before)
+        reasons[len(reasons)] = ([each.function for each in strategy_named("revert")(context)], context.unused)
+    found, unused = reasons[0]
+    assert found == [f"{core}::f3"] and len(unused) == len(functions) - 1
+    assert unused.pop(f"{core}::f4") == "is not in the older version"
+    assert set(unused.values()) == {"has the same code"}, "its docstring differs"
+    assert reasons[1] == ([], {each.key: "its file is not in the older version" for each in functions})
+    assert reasons[2] == ([], {each.key: "leaves code that this Python can't read" for each in functions})
+
+
+@pytest.mark.slow
+def test_versions_without_a_difference_say_so(clone: Path, tmp_path: Path, trusted: str) -> None:
+    config = MakeConfig(40, ("revert",), revert_from=str(clone))
+    store = open_store(str(tmp_path / "store"))
+    with pytest.raises(TaskError, match=r"gave no task: revert: has the same code \(\d+\)$"):
+        with_client(trusted, lambda client: make_suite(str(clone), config, DEFAULT_SHARES, store, client))
+
+
 @pytest.mark.slow
 def test_undone_commits_become_tasks(clone: Path, tmp_path: Path, trusted: str) -> None:
     store = open_store(str(tmp_path / "store"))
     suite = with_client(trusted, lambda client: make(clone, store, client))
     card, tasks = suite.json("card.json"), list(suite_tasks(suite, None).values())
-    assert Counter(card["unused_commits"].values()) == UNDONE
+    assert Counter(card["unused_changes"].values()) == UNDONE
     assert len(tasks) >= COUNT, card["left_out"]
     assert {task.meta["operator"] for task in tasks} == {"revert_commit"}
     check_agents(tasks, store, trusted)

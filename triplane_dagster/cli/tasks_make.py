@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -64,7 +65,7 @@ def make(
 
         triplane tasks make . --count 100 --strategy mutate --strategy combine
 
-        triplane tasks make pypi:toolz==1.0.0 --strategy revert --older pypi:toolz==0.12.1
+        triplane tasks make pypi:toolz==1.0.0 --strategy revert --older pypi:toolz==0.10.0
 
         triplane tasks make . --strategy rewrite --endpoint http://localhost:8000/v1 --model Qwen/Qwen3-Coder
     """
@@ -113,6 +114,10 @@ def _show(suite: Artifact, splits: int) -> None:
     unused = [{"test": name, "cause": cause} for name, cause in card["tests"]["unused"].items()]
     if unused:
         print_rows(unused[:20], as_json=False, title=f"{len(unused)} tests not used")
+    reasons = Counter(card["unused_changes"].values()).most_common()
+    if reasons:
+        rows = [{"changes": count, "reason": reason} for reason, count in reasons]
+        print_rows(rows, as_json=False, title="not undone by revert (card.json names each)")
     if len(card["files"]) < splits:
         console().print("one file is in one split only: fewer files than splits leave splits empty", soft_wrap=True)
     console().print(f"task suite {suite.ref.short}: {cell(suite.meta)}", soft_wrap=True)

@@ -172,7 +172,8 @@ async def make_suite(
     finally:
         preparing.cancel()
     if not progress.accepted:
-        raise TaskError(f"{source} gave no task: {_commonest(progress.left_out)}")
+        unused = Counter(f"{REVERT}: {reason}" for reason in context.unused.values())
+        raise TaskError(f"{source} gave no task: {_commonest(progress.left_out + unused)}")
     return _publish(repository, around, baseline, settings, key, store, progress, context.unused, shares)
 
 
@@ -350,7 +351,7 @@ def _publish(
         add_tasks(out, tasks)
         out.add_json("validation.json", _proof(tasks, families, progress).model_dump())
         card = _card(repository, around, baseline, tasks, progress)
-        out.add_json("card.json", card | {"unused_commits": dict(sorted(unused.items()))})
+        out.add_json("card.json", card | {"unused_changes": dict(sorted(unused.items()))})
         meta = {
             "tasks": len(tasks),
             "broken": sum(progress.left_out.values()),

@@ -14,11 +14,12 @@ from curation.tasks.importing.trees import Tree, patched_tree, run_git
 
 MOST_COMMITS = 300
 """Newest commits that are undone, one at a time; merges don't count."""
+UNREADABLE = "leaves code that this Python can't read"
 
 
 def candidates(context: Context) -> Iterator[Candidate]:
     """One candidate for each function that differs in the older version; without one, for each commit of the
-    repository's git history that can be undone. `context.unused` gets the others, with the reason.
+    repository's git history that can be undone. `context.unused` gets the other functions or commits, with the reason.
     """
     if context.older is not None:
         yield from _functions(context, context.older)
@@ -28,23 +29,27 @@ def candidates(context: Context) -> Iterator[Candidate]:
 
 def _functions(context: Context, older: Tree) -> Iterator[Candidate]:
     for function in context.functions:
-        before = _same(function, older.get(function.source.path))
-        if before is None or normalized(before.text) == normalized(changed_text(function, ())):
+        before = _before(function, older.get(function.source.path))
+        if isinstance(before, str):
+            context.unused[function.key] = before
             continue
         start, end = function.source.starts[function.first - 1], function.source.starts[function.last] - 1
         edit = Edit(function.source.path, start, end, before.text)
         yield Candidate("revert", "revert_function", function.key, (edit,))
 
 
-def _same(function: Function, data: bytes | None) -> Function | None:
-    """The function of the same name in an older file."""
+def _before(function: Function, data: bytes | None) -> Function | str:
+    """The function of the same name in an older file, or the reason why it is no bug here."""
     if data is None:
-        return None
+        return "its file is not in the older version"
     try:
         source = Source(function.source.path, data, ast.parse(data.decode()))
     except (SyntaxError, ValueError):
-        return None
-    return next((each for each in source.functions if each.qualname == function.qualname), None)
+        return UNREADABLE
+    before = next((each for each in source.functions if each.qualname == function.qualname), None)
+    if before is None:
+        return "is not in the older version"
+    return "has the same code" if normalized(before.text) == normalized(changed_text(function, ())) else before
 
 
 def _commits(context: Context, clone: Path) -> Iterator[Candidate]:
@@ -78,7 +83,7 @@ def _undone(context: Context, clone: Path, commit: str, parent: str) -> Candidat
         if all(_syntax(before[path]) == _syntax(after[path]) for path in paths):
             return "changes no code"
     except (SyntaxError, ValueError):
-        return "leaves code that this Python can't read"
+        return UNREADABLE
     edits = tuple(edit for path in paths for edit in _edits(path, before[path], after[path]))
     functions = dict.fromkeys(
         function.key for edit in edits for function in context.functions if function.encloses(edit.path, *edit.span)
