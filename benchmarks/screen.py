@@ -32,6 +32,7 @@ from contracts.errors import TriplaneError
 from contracts.store import Store, open_store
 from curation.tasks.factory.baseline import run_baseline
 from curation.tasks.factory.environment import surroundings_of
+from curation.tasks.factory.functions import product_sources
 from curation.tasks.factory.guest import Guest
 from curation.tasks.factory.make import MakeConfig, covered_functions, draw
 from curation.tasks.factory.screen import screen
@@ -92,7 +93,7 @@ async def _ours(
     async with SandboxClient(address) as client:
         guest = Guest(client, repository.tree, surroundings_of(repository, store))
         baseline = await run_baseline(repository, guest, store)
-        functions = covered_functions(repository, baseline)
+        functions = covered_functions(product_sources(repository.tree)[0], baseline)
         context = Context(repository, functions, baseline.lines, 0, most=options.candidates)
         candidates = draw(list(strategy_named("mutate")(context)), MakeConfig(options.candidates))
         candidates = candidates[: options.candidates]

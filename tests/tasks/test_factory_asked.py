@@ -109,9 +109,13 @@ def test_a_feature_may_change_signature_and_docstring_but_no_decorator() -> None
     )
 
 
-def ask(store: Store, url: str, wanted: int, **options: Any) -> list[Candidate]:
-    model = Model(name="writer", endpoint=Endpoint(url=url, attempts=1, **options))
-    return asyncio.run(ask_for_candidates(REWRITE, context(), wanted, model, store, lambda done, total: None))
+def ask(store: Store, url: str, wanted: int, unused: dict[str, str] | None = None) -> list[Candidate]:
+    model = Model(name="writer", endpoint=Endpoint(url=url, attempts=1))
+    asked = context()
+    found = asyncio.run(ask_for_candidates(REWRITE, asked, wanted, model, store, lambda done, total: None))
+    if unused is not None:
+        unused.update(asked.unused)
+    return found
 
 
 def test_nothing_is_asked_twice_and_a_refused_function_is_left_out(store: Store) -> None:
@@ -123,10 +127,15 @@ def test_nothing_is_asked_twice_and_a_refused_function_is_left_out(store: Store)
         return said(f"```python\ndef total(values, start=0):\n    return sum(values) + {body['seed']}\n```")
 
     with judge_server(behave) as server:
-        found = ask(store, f"{server.url}/v1", 8)
+        unused: dict[str, str] = {}
+        found = ask(store, f"{server.url}/v1", 8, unused)
         asked = len(server.asked)
         assert [each.function for each in found] == ["pack/core.py::total"] * 4
         assert len({each.identity for each in found}) == 4 and asked == 8
+        assert unused == {
+            "rewrite pack/core.py::Box.size": "rewrite: no reply changes it",
+            "rewrite pack/core.py::one": "rewrite: its body is one statement",
+        }
         again = ask(store, f"{server.url}/v1", 8)
         assert [each.identity for each in again] == [each.identity for each in found]
         assert len(server.asked) == asked + 4  # a refusal is no answer

@@ -209,17 +209,17 @@ def test_a_function_whose_name_stands_twice_is_left_out() -> None:
         "class A:\n    @property\n    def size(self):\n        return 1\n\n    @size.setter\n"
         "    def size(self, value):\n        pass\n\n    def other(self):\n        pass\n\n\ndef size():\n    pass\n"
     )
-    sources = product_sources({"pack/core.py": text.encode(), "pack/more.py": b"def size():\n    pass\n"})
+    sources = product_sources({"pack/core.py": text.encode(), "pack/more.py": b"def size():\n    pass\n"})[0]
     keys = ["pack/core.py::A.other", "pack/core.py::size", "pack/more.py::size"]
     assert [each.key for each in named_once(sources)] == keys
 
 
 def test_a_body_begins_with_the_decorators_of_its_first_statement() -> None:
     text = 'def wrap(f):\n    """Doc."""\n    @other\n    def inner():\n        return f()\n    return inner\n'
-    (wrap,) = product_sources({"pack/core.py": text.encode()})[0].functions
+    (wrap,) = product_sources({"pack/core.py": text.encode()})[0][0].functions
     start, end = wrap.body_span
     assert text[start:end] == text[text.index("@other") : -1]
-    (bare,) = product_sources({"pack/core.py": b'def f():\n    """Doc."""\n'})[0].functions
+    (bare,) = product_sources({"pack/core.py": b'def f():\n    """Doc."""\n'})[0][0].functions
     assert bare.body_span == (23, 23)
 
 
@@ -360,9 +360,15 @@ def test_copyleft_and_unknown_licences_need_permission() -> None:
         check_licence("pack", UNKNOWN, ())
 
 
-def test_product_sources_leave_out_tests_and_what_is_not_utf8() -> None:
+def test_product_sources_leave_out_tests_and_name_what_they_can_not_read() -> None:
     tree = {"a.py": b"x = 1\n", "latin.py": b"# \xe9\n", "tests/helper.py": b"", "pack/test_a.py": b"", "bad.py": b"("}
-    assert [each.path for each in product_sources(tree)] == ["a.py"]
+    sources, unused = product_sources(tree | {"dos.py": b"x = 1\r\n"})
+    assert [each.path for each in sources] == ["a.py"]
+    assert unused == {
+        "bad.py": "this Python can't read it",
+        "dos.py": "it has carriage returns",
+        "latin.py": "it is not UTF-8",
+    }
 
 
 def test_archive_is_read_without_products(tmp_path: Path, store: Store) -> None:

@@ -22,6 +22,7 @@ from curation.rewards.config import Endpoint
 from curation.tasks.factory import prove
 from curation.tasks.factory.baseline import run_baseline
 from curation.tasks.factory.environment import surroundings_of
+from curation.tasks.factory.functions import product_sources
 from curation.tasks.factory.guest import Guest
 from curation.tasks.factory.make import MakeConfig, covered_functions, make_suite
 from curation.tasks.factory.screen import CHUNK, Emptied, screen
@@ -237,7 +238,7 @@ def test_more_candidates_than_one_sandbox_screens_give_tasks(tmp_path: Path, tru
     async def screened(client: SandboxClient) -> float:
         guest = Guest(client, repository.tree, surroundings_of(repository, store))
         baseline = await run_baseline(repository, guest, store)
-        found = covered_functions(repository, baseline)
+        found = covered_functions(product_sources(repository.tree)[0], baseline)
         context = Context(repository, found, baseline.lines, 0, 8, None)
         candidates = list(strategy_named("mutate")(context))
         assert len(candidates) > CHUNK
@@ -268,7 +269,7 @@ def test_the_screen_tells_which_tests_notice_a_function_that_does_nothing(tmp_pa
     async def screened(client: SandboxClient) -> dict[str, Emptied]:
         guest = Guest(client, repository.tree, surroundings_of(repository, store))
         baseline = await run_baseline(repository, guest, store)
-        found = {each.key: each for each in covered_functions(repository, baseline)}
+        found = {each.key: each for each in covered_functions(product_sources(repository.tree)[0], baseline)}
         screening = await screen([], found, baseline, guest, store, emptying=sorted(found))
         assert screening.kept == [] and screening.reasons == {}
         return screening.emptied
@@ -400,6 +401,10 @@ def test_unstable_tests_are_named_with_their_cause_and_never_used(tmp_path: Path
         ({"test_a.py": "import nothing_here\n"}, "only 0 of 1 tests .* No module named 'nothing_here'"),
         ({"test_a.py": "def test_a():\n    assert 1 == 2\n"}, "only 0 of 1 tests .* failed: assert 1 == 2"),
         ({"test_a.py": "def test_a():\n    assert 1\n"}, "has no function that its tests run"),
+        (
+            {"test_a.py": "def test_a():\n    assert 1\n", "dos.py": "def one():\r\n    return 1\r\n"},
+            "no function that its tests run.*; dos.py is not used: it has carriage returns",
+        ),
     ],
 )
 def test_unusable_repository_is_one_clear_error(

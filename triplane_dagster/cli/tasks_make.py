@@ -114,10 +114,10 @@ def _show(suite: Artifact, splits: int) -> None:
     unused = [{"test": name, "cause": cause} for name, cause in card["tests"]["unused"].items()]
     if unused:
         print_rows(unused[:20], as_json=False, title=f"{len(unused)} tests not used")
-    reasons = Counter(card["unused_changes"].values()).most_common()
+    reasons = Counter(card["unused"].values()).most_common()
     if reasons:
-        rows = [{"changes": count, "reason": reason} for reason, count in reasons]
-        print_rows(rows, as_json=False, title="not undone by revert (card.json names each)")
+        rows = [{"left out": count, "reason": reason} for reason, count in reasons]
+        print_rows(rows, as_json=False, title="files, functions and commits without a candidate (card.json names each)")
     if len(card["files"]) < splits:
         console().print("one file is in one split only: fewer files than splits leave splits empty", soft_wrap=True)
     console().print(f"task suite {suite.ref.short}: {cell(suite.meta)}", soft_wrap=True)

@@ -120,16 +120,28 @@ def named_once(sources: Iterable[Source]) -> list[Function]:
     return [function for function in functions if counts[function.key] == 1]
 
 
-def product_sources(tree: Tree) -> list[Source]:
-    """Parsed files of the product, by path. Files that are not UTF-8 or not Python are left out."""
-    found = []
-    for path in sorted(tree):
-        if is_product_file(path) and b"\r" not in tree[path]:
-            try:
-                found.append(Source(path, tree[path], ast.parse(tree[path].decode())))
-            except (SyntaxError, ValueError):
-                continue
-    return found
+def product_sources(tree: Tree) -> tuple[list[Source], dict[str, str]]:
+    """Parsed files of the product, by path; and the paths of those that are left out, with the reason."""
+    found, unused = [], {}
+    for path in sorted(filter(is_product_file, tree)):
+        source = parsed(path, tree[path])
+        if isinstance(source, str):
+            unused[path] = source
+        else:
+            found.append(source)
+    return found, unused
+
+
+def parsed(path: str, data: bytes) -> Source | str:
+    """A file, or the reason why none of its functions is changed."""
+    if b"\r" in data:
+        return "it has carriage returns"
+    try:
+        return Source(path, data, ast.parse(data.decode()))
+    except UnicodeDecodeError:
+        return "it is not UTF-8"
+    except (SyntaxError, ValueError):
+        return "this Python can't read it"
 
 
 def is_test_file(path: str) -> bool:

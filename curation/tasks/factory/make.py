@@ -23,7 +23,7 @@ from curation.errors import TaskError
 from curation.tasks.factory.baseline import Baseline, check_tests, run_baseline
 from curation.tasks.factory.choose import Caps, Distinct, Graders, in_turns
 from curation.tasks.factory.environment import Surroundings, surroundings_of
-from curation.tasks.factory.functions import Function, named_once, product_sources
+from curation.tasks.factory.functions import Function, Source, named_once, product_sources
 from curation.tasks.factory.guest import PROGRAM, Guest
 from curation.tasks.factory.licences import check_licence
 from curation.tasks.factory.prove import Proved, Prover
@@ -151,11 +151,15 @@ async def make_suite(
     report("baseline", 0, 1)
     baseline = await run_baseline(repository, guest, store)
     report("baseline", 1, 1)
-    functions = covered_functions(repository, baseline)
+    sources, unused = product_sources(repository.tree)
+    functions = covered_functions(sources, baseline)
     if not functions:
-        raise TaskError(f"{source} has no function that its tests run: tests must import the code from the repository")
+        unread = "".join(f"; {path} is not used: {reason}" for path, reason in islice(unused.items(), 3))
+        raise TaskError(
+            f"{source} has no function that its tests run: tests must import the code from the repository{unread}"
+        )
     most = max(8, math.ceil(2 * _SPARE * config.count / len(functions)))
-    context = Context(repository, functions, baseline.lines, config.seed, most, older)
+    context = Context(repository, functions, baseline.lines, config.seed, most, older, unused)
     drawn = list[Candidate]()
     for strategy in strategies:
         drawn += draw(await asyncio.to_thread(list, strategy(context)), config)  # `revert` asks git for seconds
@@ -172,19 +176,19 @@ async def make_suite(
     finally:
         preparing.cancel()
     if not progress.accepted:
-        unused = Counter(f"{REVERT}: {reason}" for reason in context.unused.values())
-        raise TaskError(f"{source} gave no task: {_commonest(progress.left_out + unused)}")
+        reasons = progress.left_out + Counter(context.unused.values())
+        raise TaskError(f"{source} gave no task: {_commonest(reasons)}")
     return _publish(repository, around, baseline, settings, key, store, progress, context.unused, shares)
 
 
-def covered_functions(repository: Repository, baseline: Baseline) -> list[Function]:
-    """Functions of the product that stable tests run."""
+def covered_functions(sources: Iterable[Source], baseline: Baseline) -> list[Function]:
+    """Functions that stable tests run."""
 
     def is_run(function: Function) -> bool:
         first, last = function.node.body[0].lineno, function.last
         return bool(baseline.functions_of(baseline.lines.tests(function.source.path, first, last)))
 
-    return list(filter(is_run, named_once(product_sources(repository.tree))))
+    return list(filter(is_run, named_once(sources)))
 
 
 def draw(candidates: Sequence[Candidate], config: MakeConfig) -> list[Candidate]:
@@ -351,7 +355,7 @@ def _publish(
         add_tasks(out, tasks)
         out.add_json("validation.json", _proof(tasks, families, progress).model_dump())
         card = _card(repository, around, baseline, tasks, progress)
-        out.add_json("card.json", card | {"unused_changes": dict(sorted(unused.items()))})
+        out.add_json("card.json", card | {"unused": dict(sorted(unused.items()))})
         meta = {
             "tasks": len(tasks),
             "broken": sum(progress.left_out.values()),

@@ -97,7 +97,7 @@ class Context:
     older: Tree | None = None
     """Files of an older version, if one is named."""
     unused: dict[str, str] = field(default_factory=dict)
-    """Filled by strategies: what gave no candidate, with the reason."""
+    """Files, functions and commits without a candidate, with the reason; strategies add to it."""
 
 
 Strategy = Callable[[Context], Iterable[Candidate]]

@@ -64,6 +64,7 @@ async def ask_for_candidates(
     strategy: str, context: Context, wanted: int, model: Model, store: Store, report: Callable[[int, int], None]
 ) -> list[Candidate]:
     """Candidates of up to `wanted` replies. strategy: one of ASKED. report: called with (replies, replies asked for).
+    `context.unused` gets the functions without any, with the reason.
 
     Raises InfraFault if the endpoint keeps failing, CurationError if it refuses all requests.
     """
@@ -95,7 +96,14 @@ async def ask_for_candidates(
         raise errors.exceptions[0] from None
     finally:
         await client.close()
-    return [each.result() for each in work if each.result() is not None]  # type: ignore[misc]
+    found = [candidate for each in work if (candidate := each.result()) is not None]
+    answered = {each.function for each in found}
+    for function in context.functions:
+        if len(function.body) < _SHORTEST:
+            context.unused[f"{strategy} {function.key}"] = f"{strategy}: its body is one statement"
+        elif function.key not in answered and (function, 0) in asked:
+            context.unused[f"{strategy} {function.key}"] = f"{strategy}: no reply changes it"
+    return found
 
 
 def candidate_of(strategy: str, function: Function, reply: str) -> Candidate | None:

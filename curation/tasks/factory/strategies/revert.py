@@ -8,13 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from curation.errors import TaskError
-from curation.tasks.factory.functions import Function, Source, is_product_file
+from curation.tasks.factory.functions import Function, is_product_file, parsed
 from curation.tasks.factory.strategies import Candidate, Context, Edit, changed_text, normalized
 from curation.tasks.importing.trees import Tree, patched_tree, run_git
 
 MOST_COMMITS = 300
 """Newest commits that are undone, one at a time; merges don't count."""
-UNREADABLE = "leaves code that this Python can't read"
 
 
 def candidates(context: Context) -> Iterator[Candidate]:
@@ -42,14 +41,14 @@ def _before(function: Function, data: bytes | None) -> Function | str:
     """The function of the same name in an older file, or the reason why it is no bug here."""
     if data is None:
         return "its file is not in the older version"
-    try:
-        source = Source(function.source.path, data, ast.parse(data.decode()))
-    except (SyntaxError, ValueError):
-        return UNREADABLE
+    source = parsed(function.source.path, data)
+    if isinstance(source, str):
+        return f"its file in the older version: {source}"
     before = next((each for each in source.functions if each.qualname == function.qualname), None)
     if before is None:
-        return "is not in the older version"
-    return "has the same code" if normalized(before.text) == normalized(changed_text(function, ())) else before
+        return "not in the older version"
+    same = normalized(before.text) == normalized(changed_text(function, ()))
+    return "same code in the older version" if same else before
 
 
 def _commits(context: Context, clone: Path) -> Iterator[Candidate]:
@@ -83,7 +82,7 @@ def _undone(context: Context, clone: Path, commit: str, parent: str) -> Candidat
         if all(_syntax(before[path]) == _syntax(after[path]) for path in paths):
             return "changes no code"
     except (SyntaxError, ValueError):
-        return UNREADABLE
+        return "leaves code that this Python can't read"
     edits = tuple(edit for path in paths for edit in _edits(path, before[path], after[path]))
     functions = dict.fromkeys(
         function.key for edit in edits for function in context.functions if function.encloses(edit.path, *edit.span)
