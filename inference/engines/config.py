@@ -19,6 +19,8 @@ CONNECTIONS = 256
 TIMEOUT_S = 600.0
 RETRIES = 4
 """Defaults of the clients of engine servers."""
+VARIABLE = r"^[A-Za-z_][A-Za-z0-9_]*$"
+"""Names of environment variables."""
 
 
 class _Config(BaseModel):
@@ -273,6 +275,8 @@ class VllmConfig(_LoadingConfig):
     """Block size of the servers of a fleet (--block-size), in tokens."""
     hedging_delay_s: float | None = Field(default=None, gt=0)
     """In a fleet: seconds without a token after which a turn is sent to a second server, too; as in `routed`."""
+    redis_env: str | None = Field(default=None, pattern=VARIABLE)
+    """In a fleet: name of the environment variable with the URL of a Redis server, as in `routed`."""
     python: str = "python"
     """Python interpreter of the environment with vLLM, for a server started here."""
     flags: tuple[str, ...] = ()
@@ -326,6 +330,8 @@ class VllmConfig(_LoadingConfig):
             raise ValueError(str(error)) from None
         if self.hedging_delay_s is not None and not self.is_fleet:
             raise ValueError("hedging_delay_s needs a fleet: name several servers in base_url, or leave it out")
+        if self.redis_env is not None and not self.is_fleet:
+            raise ValueError("redis_env needs a fleet: name several servers in base_url, or leave it out")
         if self.events_port is not None and self.base_url is None:
             raise ValueError("events_port needs base_url: a server started here is the only one, so leave it out")
         return self
@@ -431,6 +437,11 @@ class RoutedConfig(_Config):
     expected, if these are more. The replica with the first token goes on. At most about a tenth of the turns are sent
     twice. null: none is. The replicas must be of kind builtin, openai or vllm, which send tokens one by one.
     """
+    redis_env: str | None = Field(default=None, pattern=VARIABLE)
+    """Name of the environment variable with the URL of a Redis server. Through it, processes that sample from the same
+    servers share their requests in flight, and what they have sent where (docs/routing.md). null: each process knows
+    its own. The replicas must be servers that are already running.
+    """
 
     @model_validator(mode="after")
     def _can_hedge(self) -> Self:
@@ -442,7 +453,18 @@ class RoutedConfig(_Config):
             )
         if self.hedging_delay_s is not None and len(self.replicas) < 2:
             raise ValueError("hedging_delay_s needs a second replica: add one, or leave hedging_delay_s out")
+        if self.redis_env is not None and None in self.servers:
+            place = self.servers.index(None)
+            raise ValueError(
+                f"redis_env needs replicas that other processes sample from, too, but replica {place} belongs to this"
+                " one: name its server, or leave redis_env out"
+            )
         return self
+
+    @property
+    def servers(self) -> list[str | None]:
+        """Address of each replica; None: it is no server that is already running."""
+        return [getattr(each, "base_url", None) or getattr(each, "address", None) for each in self.replicas]
 
     @property
     def implementation(self) -> str:

@@ -32,6 +32,7 @@ from inference.engines.vllm import VllmEngine
 from inference.engines.vllm_update import put_to_sleep
 from inference.errors import EngineError, EngineStopped, EngineUnreachable
 from inference.router import Decision, Namespace, Router, RouterConfig
+from inference.router.shared import shared_by
 from inference.router.subscriber import Subscriptions
 
 T = TypeVar("T")
@@ -51,6 +52,9 @@ class FleetEngine:
         self._preparer = Preparer(config)
         self._router = Router(Namespace(files.version), RouterConfig(block_tokens=config.block_tokens))
         self._events = Subscriptions(self._router, config.events_port)
+        self._shared = shared_by(self._router, config.redis_env, [config.base_url])
+        if self._shared is not None:
+            self._events.forward = self._shared.forward
         self._replicas: dict[str, Replica] = {}
         self.hedging = None if config.hedging_delay_s is None else Hedging(config.hedging_delay_s)
         """None: nothing is hedged."""
@@ -107,6 +111,8 @@ class FleetEngine:
             self._watching.cancel()
             await asyncio.gather(self._watching, return_exceptions=True)
         await self._events.close()
+        if self._shared is not None:
+            await self._shared.close()
         await asyncio.gather(*(each.close() for each in self._replicas.values()))
 
     def serving(self) -> list[str]:
@@ -174,6 +180,8 @@ class FleetEngine:
             await asyncio.to_thread(self._scale.set, self._config.replicas)
         await self._found()
         await self._update()
+        if self._shared is not None:
+            await self._shared.start()
         self._started = True
         self._watching = asyncio.create_task(self._watch())
 
@@ -270,13 +278,13 @@ class FleetEngine:
         if replica.serves:
             _log.warning("%s is left out until it is updated and verified again: %s", replica.url, error)
             replica.leave_out(error)
-            self._router.keep(self.serving())
             self._follow()
             self._changed.set()
         self._rejoin()
 
     def _follow(self) -> None:
-        """Follow the cache events of the servers that serve, and of no others."""
+        """Route to the servers that serve, and follow their cache events, and of no others."""
+        self._router.serve_at(self.serving())
         self._events.sync({url: url for url in self.serving()})
 
     def _rejoin(self) -> None:

@@ -24,6 +24,7 @@ from inference.engines.hedging import Hedging, Streams
 from inference.engines.tries import common_error, router_arguments, send_call
 from inference.errors import EngineError, EngineStopped
 from inference.router import Batch, Decision, Namespace, Router
+from inference.router.shared import SharedRouter
 from inference.router.subscriber import Subscriptions, require_packages
 
 T = TypeVar("T")
@@ -78,10 +79,15 @@ class RoutedEngine:
     """See inference.engines.base.Engine. Belongs to one event loop."""
 
     def __init__(
-        self, replicas: Sequence[Member], directory: Path, version: str, hedging_delay_s: float | None = None
+        self,
+        replicas: Sequence[Member],
+        directory: Path,
+        version: str,
+        hedging_delay_s: float | None = None,
+        shared: Callable[[Router], SharedRouter | None] = lambda router: None,
     ) -> None:
-        """replicas: for the checkpoint in `directory`. hedging_delay_s: as in RoutedConfig. Raises ConfigError if a
-        package for events is missing.
+        """replicas: for the checkpoint in `directory`. hedging_delay_s: as in RoutedConfig. shared: shares the router's
+        state with other processes. Raises ConfigError if a package for events is missing.
         """
         self._directory, self._version = directory, version
         self.hedging = None if hedging_delay_s is None else Hedging(hedging_delay_s)
@@ -96,6 +102,9 @@ class RoutedEngine:
         ours = self._router, self._replicas, self._chosen
         self._streams = Streams(*ours, _pieces, self._leave_out, self.hedging)
         self._events = Subscriptions(self._router, None)
+        self._shared = shared(self._router)
+        if self._shared is not None:
+            self._events.forward = self._shared.forward
         if any(each.events is not None for each in replicas):
             require_packages()
 
@@ -135,6 +144,8 @@ class RoutedEngine:
             self.hedging.report()
         self._closed = True
         await self._events.close()
+        if self._shared is not None:
+            await self._shared.close()
         await asyncio.gather(*(each.engine.close() for each in self._replicas.values()))
 
     def serving(self) -> list[str]:
@@ -181,6 +192,8 @@ class RoutedEngine:
         await asyncio.gather(*(self._bring(each) for each in self._replicas.values()))
         if not self.serving():
             raise self._nobody()
+        if self._shared is not None:
+            await self._shared.start()
         self._started = True
 
     async def _bring(self, replica: _Replica) -> None:

@@ -86,10 +86,7 @@ class Pools:
             self._pool(version)
         for pool in [*self._pools.values()]:
             urls = [url for url, version in versions.items() if version == pool.version]
-            pool.router.keep(urls)
-            for url in urls:
-                if url not in pool.router.replicas:
-                    pool.router.add(url)
+            pool.router.serve_at(urls)
             pool.events.sync({url: url for url in urls})
             if not urls and pool.version != UNKNOWN:
                 del self._pools[pool.version]

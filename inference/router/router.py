@@ -156,10 +156,13 @@ class Router:
         for loads in self._elsewhere.values():
             loads.pop(name, None)
 
-    def keep(self, serving: Collection[str]) -> None:
-        """Remove the replicas that are not among `serving`."""
+    def serve_at(self, serving: Collection[str]) -> None:
+        """Have exactly the replicas `serving`."""
         for name in set(self._places) - set(serving):
             self.remove(name)
+        for name in serving:
+            if name not in self._places:
+                self.add(name)
 
     def route(
         self,
@@ -171,10 +174,7 @@ class Router:
         group: str | None = None,
     ) -> Decision:
         """Choose among exactly the replicas `serving`, and begin. See `choose`."""
-        self.keep(serving)
-        for name in serving:
-            if name not in self._places:
-                self.add(name)
+        self.serve_at(serving)
         decision = self.choose(prompt, max_tokens=max_tokens, session=session, group=group)
         self.begin(decision)
         return decision

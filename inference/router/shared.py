@@ -14,15 +14,17 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import os
 import time
 import uuid
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from contracts.digests import digest_of
 from contracts.errors import ConfigError
 from inference.errors import RouterError
 from inference.router.router import Decision, Router
@@ -59,6 +61,20 @@ class Counters:
     """Entries and batches that could not be decoded or applied, and were ignored."""
     failures: int = 0
     """Failed Redis calls."""
+
+
+def shared_by(router: Router, variable: str | None, servers: Sequence[str | None]) -> SharedRouter | None:
+    """Shares a router's state with other processes that sample from the same servers; None without `variable`.
+
+    variable: name of the environment variable with the URL of Redis. Raises ConfigError if it is not set; as
+    SharedRouter.
+    """
+    if variable is None:
+        return None
+    url = os.environ.get(variable, "").strip()
+    if not url:
+        raise ConfigError(f"engine.redis_env names ${variable}, which is not set: set it to redis://HOST:PORT/0")
+    return SharedRouter(router, url, f"servers {digest_of(list(servers))[:16]}")
 
 
 class SharedRouter:
@@ -109,10 +125,12 @@ class SharedRouter:
         router.begun = self._begun
 
     async def start(self) -> None:
-        """Begin to read and write the stream, in the background; also while Redis is unavailable.
+        """Begin to read and write the stream, in the background; also while Redis is unavailable. Idempotent.
 
         Raises ConfigError if Redis refuses the password.
         """
+        if self._tasks:
+            return
         try:
             await self._redis.ping()
         except self._errors as error:

@@ -10,19 +10,24 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import redis
+from pydantic import ValidationError
 
 from contracts.errors import ConfigError
+from inference.engines import RoutedConfig, SamplingParams, open_engine
 from inference.router import Batch, Namespace, Removed, Router, RouterConfig, Stored
 from inference.router import shared as module
 from inference.router.shared import SharedRouter
 from inference.router.wire import encode
 from tests.http_client import HTTP
+from tests.inference.conftest import write_checkpoint
 from tests.inference.test_route_command import chat, routed, upstream
+from tests.inference.test_routed_engine import served
 from tests.needs import require
 from tests.vllm.fleet_servers import environment
 from tests.vllm.fleet_servers import until as poll
@@ -282,3 +287,28 @@ def test_the_command_names_what_redis_refuses() -> None:
     command = [sys.executable, "-m", "inference", "route", "--replica", "http://127.0.0.1:1", "--redis", "http://a"]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1 and "no address of a Redis server" in done.stderr and "Traceback" not in done.stderr
+
+
+async def test_routed_engines_of_two_processes_know_what_each_has_sent(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROUTED_REDIS", server.url)
+    directory = write_checkpoint(tmp_path / "policy", 0)
+    with served(directory, "v1") as first, served(directory, "v1") as second:
+        replicas = [{"kind": "openai", "base_url": url} for url in (first, second)]
+        config = RoutedConfig.model_validate({"kind": "routed", "replicas": replicas, "redis_env": "ROUTED_REDIS"})
+        one, other = (open_engine(config, directory, "v1") for _ in range(2))
+        await asyncio.gather(one.version(), other.version())
+        for token in range(6):
+            await one.generate([token + 1] * 64, SamplingParams(1.0, 2, token))
+            held = one._router.choose([token + 1] * 65, max_tokens=1)
+            assert held.cached == 64
+            known = partial(other._router.choose, [token + 1] * 65, max_tokens=1)
+            await until(lambda known=known: known().cached == 64)
+            assert known().replica == held.replica
+        await one.load_weights(directory, "v2")
+        await one.close()
+        await other.close()
+    alone = {"kind": "routed", "replicas": [replicas[0], {"kind": "builtin"}], "redis_env": "ROUTED_REDIS"}
+    with pytest.raises(ValidationError, match="but replica 1 belongs to this one"):
+        RoutedConfig.model_validate(alone)

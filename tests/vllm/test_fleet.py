@@ -11,10 +11,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
+from contracts.errors import ConfigError
 from inference.engines import SamplingParams, VllmConfig, fleet, open_engine, replica
 from inference.engines.fleet import FleetEngine, give_back_fleet
 from inference.errors import EngineStopped, EngineUnreachable, StaleVersion, WeightsDiffer
+from tests.inference.test_shared_router import Server
+from tests.needs import require
 from tests.vllm.fleet_servers import StubServer, free_port
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
@@ -221,6 +225,53 @@ async def test_a_turn_that_a_server_does_not_begin_is_sent_to_a_second_one(
     assert await play(engine, range(10, 26)) == [FIRST] * 16
     assert engine.hedging.won and time.monotonic() - began < 3, "no turn waited for the slow server"
     await engine.close()
+
+
+@pytest.fixture
+def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
+    """Setting of engines that share through a Redis server."""
+    require("redis-server")
+    server = Server(tmp_path)
+    monkeypatch.setenv("FLEET_REDIS", server.url)
+    yield {"redis_env": "FLEET_REDIS"}
+    server.kill()
+
+
+async def test_engines_of_two_processes_know_each_others_requests_in_flight(
+    servers: list[StubServer], policies: Policies, shared: dict[str, str]
+) -> None:
+    for setting, wanted in (({}, [0, 0, 2]), (shared, [0, 1, 1])):
+        first, second = opened(servers, policies, **setting), opened(servers, policies, **setting)
+        await asyncio.gather(first.version(), second.version())
+        before = [len(each.asked()) for each in servers]
+        for each in servers:
+            each.tell(hold=2)
+        held = asyncio.create_task(first.generate([1, 2, 3], params(7)))
+        await reached(lambda count=sum(before) + 1: sum(len(each.asked()) for each in servers) == count)
+        if setting:
+            await reached(lambda router=second._router: any(router.flying().values()))
+        await second.generate([1, 2, 3], params(7))
+        await held
+        asked = [len(each.asked()) - count for each, count in zip(servers, before, strict=True)]
+        assert sorted(asked) == wanted, "the same episode has the same first choice"
+        for engine in (first, second):
+            await engine.close()
+        for each in servers:
+            each.tell()
+
+
+def test_sharing_without_a_redis_server_or_a_fleet_is_one_clear_error(
+    policies: Policies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two = {"base_url": "http://a:1,http://b:1"}
+    for value in (None, " "):
+        monkeypatch.delenv("NO_REDIS", raising=False) if value is None else monkeypatch.setenv("NO_REDIS", value)
+        with pytest.raises(ConfigError, match=r"engine.redis_env names \$NO_REDIS, which is not set: set it to redis:"):
+            open_engine(VllmConfig.model_validate({**two, "redis_env": "NO_REDIS"}), policies[0], FIRST)
+    for wrong, words in (({"base_url": "http://a:1"}, "redis_env needs a fleet"), ({**two}, "should match pattern")):
+        name = "redis://host" if words.startswith("should") else "NO_REDIS"
+        with pytest.raises(ValidationError, match=words):
+            VllmConfig.model_validate({**wrong, "redis_env": name})
 
 
 @pytest.mark.usefixtures("alone")
