@@ -22,7 +22,7 @@ from curation.tasks.checks.proving import as_written
 from curation.tasks.factory.baseline import TestFunction
 from curation.tasks.factory.choose import Caps, Distinct, Graders
 from curation.tasks.factory.functions import Function, Lines, Source, named_once, product_sources
-from curation.tasks.factory.leaks import Copies, standard_library, without_tests
+from curation.tasks.factory.leaks import MOST_NAMESAKES, Copies, standard_library, without_tests
 from curation.tasks.factory.licences import UNKNOWN, check_licence, licence_of
 from curation.tasks.factory.make import first_accepted
 from curation.tasks.factory.screen import Screened
@@ -192,6 +192,29 @@ def test_copies_of_short_functions_are_found_by_name_and_code() -> None:
     assert Copies({}, library).of(take) == "recipes.py", "its parameter has another name there"
     other = functions_of(f"def take(n, iterable):\n{recipe.replace('islice', 'slice')}")["pack/core.py::take"]
     assert Copies({}, library).of(other) is None
+
+
+def test_namesakes_are_other_functions_of_the_same_qualified_name_the_most_similar_first() -> None:
+    text = "class Box:\n    @property\n    def size(self):\n        return self.width * self.height\n"
+    size = functions_of(text)["pack/core.py::Box.size"]
+    near, far = text.replace(" * ", " + "), "class Box:\n    def size(self):\n        return len(self)\n"
+    tree = {
+        "pack/core.py": near.encode(),
+        "pack/far.py": far.encode(),
+        "pack/bag.py": near.replace("Box", "Bag").encode(),
+    }
+    packages = {"near.py": near.encode(), "again.py": near.encode(), "same.py": text.encode(), "bad.py": b"def size(:"}
+    assert Copies(tree, packages).namesakes(size) == [
+        "    def size(self):\n        return self.width * self.height",
+        "    def size(self):\n        return self.width + self.height",
+        "    def size(self):\n        return len(self)",
+    ]
+    many = {f"{n}.py": f"class Box:\n    def size(self):\n        return {n}\n".encode() for n in range(20)}
+    assert len(Copies({}, many).namesakes(size)) == MOST_NAMESAKES
+    first = functions_of("def size(box):\n    return box.size\n")["pack/core.py::size"]
+    assert Copies({}, {**packages, "module.py": b"def size(x):\n    return 3\n"}).namesakes(first) == [
+        "def size(x):\n    return 3"
+    ]
 
 
 def test_a_long_copy_with_other_local_names_is_found() -> None:

@@ -25,7 +25,7 @@ from curation.tasks.factory.environment import surroundings_of
 from curation.tasks.factory.functions import product_sources
 from curation.tasks.factory.guest import Guest
 from curation.tasks.factory.make import MakeConfig, covered_functions, make_suite
-from curation.tasks.factory.screen import CHUNK, Emptied, screen
+from curation.tasks.factory.screen import CHUNK, Substitute, emptied_function, screen
 from curation.tasks.factory.source import read_repository
 from curation.tasks.factory.strategies import Context, strategy_named
 from curation.tasks.factory.strategies.asked import Model
@@ -266,13 +266,14 @@ def test_the_screen_tells_which_tests_notice_a_function_that_does_nothing(tmp_pa
     store = open_store(str(tmp_path / "store"))
     repository = read_repository(str(source), store)
 
-    async def screened(client: SandboxClient) -> dict[str, Emptied]:
+    async def screened(client: SandboxClient) -> dict[str, Substitute]:
         guest = Guest(client, repository.tree, surroundings_of(repository, store))
         baseline = await run_baseline(repository, guest, store)
         found = {each.key: each for each in covered_functions(product_sources(repository.tree)[0], baseline)}
-        screening = await screen([], found, baseline, guest, store, emptying=sorted(found))
+        asked = [emptied_function(each) for each in found.values()]
+        screening = await screen([], found, baseline, guest, store, substitutes=asked)
         assert screening.kept == [] and screening.reasons == {}
-        return screening.emptied
+        return {each.candidate.function: each for each in screening.substitutes}
 
     found = with_client(trusted, screened)
     tests = {
@@ -287,6 +288,26 @@ def test_the_screen_tells_which_tests_notice_a_function_that_does_nothing(tmp_pa
     }
     ended = {name: found[f"pack/steps.py::{name}"].ended for name in tests}
     assert ended == {"add": True, "remember": True, "step": False, "count_down": True}, "step is called for ever"
+
+
+def test_a_function_whose_namesake_elsewhere_passes_its_tests_makes_no_task(tmp_path: Path, trusted: str) -> None:
+    code = (
+        "def isleap(year):\n    if year % 400 == 0:\n        return True\n"
+        "    return year % 4 == 0 and year % 100 != 0\n\n\n"
+        "def monthrange(year, month):\n    days = 28 + isleap(year)\n    return days if month == 2 else 31\n"
+    )
+    test = (
+        "from pack.dates import isleap, monthrange\n\n\n"
+        "def test_isleap():\n    assert [isleap(year) for year in (1900, 2000, 2023, 2024)] == [0, 1, 0, 1]\n\n\n"
+        "def test_monthrange():\n    assert [monthrange(2024, month) for month in (1, 2)] == [31, 29]\n"
+    )
+    source = package(tmp_path / "pack", {"pack/dates.py": code, "tests/test_dates.py": test})
+    store = open_store(str(tmp_path / "store"))
+    made(source, store, trusted, count=12)
+    (suite,) = list_artifacts(store, "task_suite")
+    of_dates = [task for task in suite_tasks(suite, None).values() if task.meta["path"] == "pack/dates.py"]
+    assert of_dates and {task.meta["function"] for task in of_dates} == {"pack/dates.py::monthrange"}
+    assert suite.json("card.json")["left_out"]["leak: a function of the same name passes its tests"] > 0
 
 
 def test_a_fix_that_looks_at_frames_solves_its_task(tmp_path: Path, trusted: str) -> None:

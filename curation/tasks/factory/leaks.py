@@ -8,7 +8,7 @@ import re
 import sysconfig
 import tokenize
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from pathlib import Path
@@ -19,6 +19,8 @@ from curation.tasks.importing.trees import Tree
 
 MOST_CONTAINED = 0.8
 """Largest share of a function's code that another file may hold."""
+MOST_NAMESAKES = 8
+"""Most functions of the same qualified name that are tried in the place of a function."""
 _WINDOW = 8
 """Tokens that are compared at once."""
 _LEAST = 24
@@ -179,26 +181,46 @@ class Copies:
         """Path of another file that has a function of the same qualified name with the same code; without `exact`, with
         most of the code. Docstrings and the names of parameters and other local variables don't count.
         """
-        files = [(path, self._tree[path]) for path in self._tree if path != function.source.path]
-        files += [(path, self._packages[path]) for path in defining]
-        *classes, name = function.qualname.encode().split(b".")
         code = _code(function)
         wanted = _windows_of(code)
         words = {word.encode() for each in code if each[:1] != "<" for word in _WORD.findall(each)}
-        texts = [b"def %s(" % name, *(b"class " + each for each in classes)]
+        for path, each in self._of_the_same_name(function, defining, words):
+            other = _code(each)
+            common = (wanted & _windows_of(other)).total()
+            if other == code or (not exact and common > MOST_CONTAINED * wanted.total()):
+                return path
+        return None
+
+    def namesakes(self, function: Function) -> list[str]:
+        """Texts, without decorators, of functions that have the same qualified name in other files: those of different
+        code, the most similar ones first, at most MOST_NAMESAKES.
+        """
+        own, found = Counter(_code(function)), dict[tuple[str, ...], tuple[float, str, str]]()
+        defining = self._defining.get(function.node.name.encode(), [])
+        for path, each in self._of_the_same_name(function, defining, ()):
+            code = _code(each)
+            lines = each.source.data.split(b"\n")[each.node.lineno - 1 : each.last]
+            similar = (own & Counter(code)).total() / max(own.total(), len(code))
+            found.setdefault(tuple(code), (-similar, path, b"\n".join(lines).decode(errors="replace")))
+        return [text for _, _, text in sorted(found.values())[:MOST_NAMESAKES]]
+
+    def _of_the_same_name(
+        self, function: Function, defining: Sequence[str], words: Collection[bytes]
+    ) -> Iterator[tuple[str, Function]]:
+        """Functions of the same qualified name, with the paths of their files, which hold most of the words."""
+        files = [(path, self._tree[path]) for path in self._tree if path != function.source.path]
+        files += [(path, self._packages[path]) for path in defining]
+        *classes, name = map(re.escape, function.qualname.encode().split(b"."))
+        definition = re.compile(rb"^%s(async )?def %s\(" % (rb"[ \t]+" if classes else b"", name), re.MULTILINE)
+        texts = [b"class " + each for each in classes]
         for path, data in files:
             if not path.endswith(".py") or not all(each in data for each in texts):
                 continue
-            if not _holds_most(data, words):
+            if definition.search(data) is None or not _holds_most(data, words):
                 continue
             for each in self._functions(path, data):
-                if each.qualname != function.qualname:
-                    continue
-                other = _code(each)
-                common = (wanted & _windows_of(other)).total()
-                if other == code or (not exact and common > MOST_CONTAINED * wanted.total()):
-                    return path
-        return None
+                if each.qualname == function.qualname:
+                    yield path, each
 
     def _functions(self, path: str, data: bytes) -> list[Function]:
         if id(data) not in self._parsed:

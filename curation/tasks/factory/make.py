@@ -27,7 +27,7 @@ from curation.tasks.factory.functions import Function, Source, named_once, produ
 from curation.tasks.factory.guest import PROGRAM, Guest
 from curation.tasks.factory.licences import check_licence
 from curation.tasks.factory.prove import Proved, Prover
-from curation.tasks.factory.screen import Emptied, Screened, Screening, screen
+from curation.tasks.factory.screen import Screened, Screening, Substitute, screen
 from curation.tasks.factory.source import Repository, head_of, read_repository
 from curation.tasks.factory.splits import deal_files
 from curation.tasks.factory.steps import FACTORY_VERSION
@@ -212,9 +212,8 @@ class _Factory:
     ) -> None:
         self._config, self._baseline, self._guest, self._store, self._report = config, baseline, guest, store, report
         self._functions, self._prover = {function.key: function for function in context.functions}, prover
-        self._emptied: dict[str, Emptied] = {}
-        self._emptying: set[str] = set()
-        """Functions that were screened without a body."""
+        self._substitutes: dict[str, list[Substitute]] = {}
+        """Of each function that was screened."""
         self._graders = Graders()
 
     async def run(self, candidates: Sequence[Candidate]) -> _Progress:
@@ -243,8 +242,10 @@ class _Factory:
         return progress
 
     async def _screen(self, candidates: Sequence[Candidate], progress: _Progress) -> Screening:
-        emptying = sorted({each.function for each in candidates} - self._emptying)
-        self._emptying.update(emptying)
+        new = sorted({each.function for each in candidates} - self._substitutes.keys())
+        substitutes = await asyncio.to_thread(  # reads packages
+            lambda: [each for key in new for each in self._prover.substitutes(self._functions[key])]
+        )
         found = await screen(
             candidates,
             self._functions,
@@ -252,9 +253,10 @@ class _Factory:
             self._guest,
             self._store,
             lambda done, total: self._report("screening", done, total),
-            emptying,
+            substitutes,
         )
-        self._emptied |= found.emptied
+        for each in found.substitutes:
+            self._substitutes.setdefault(each.candidate.function, []).append(each)
         progress.count(candidates, found)
         return dataclasses.replace(found, kept=self._graders.choose(found.kept))
 
@@ -270,7 +272,7 @@ class _Factory:
             self._admitted(queue, progress),
             count - begun,
             lambda each: self._prover.prove(
-                each, self._functions[each.candidate.function], self._emptied.get(each.candidate.function)
+                each, self._functions[each.candidate.function], self._substitutes[each.candidate.function]
             ),
             lambda each: each.task is not None,
             lambda done: self._report("proving", begun + done, self._config.count),

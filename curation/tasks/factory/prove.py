@@ -30,8 +30,9 @@ from curation.tasks.factory.environment import Surroundings, sources_of
 from curation.tasks.factory.functions import Function
 from curation.tasks.factory.guest import IDLE_S
 from curation.tasks.factory.leaks import Copies, standard_library, without_tests
-from curation.tasks.factory.screen import Emptied, Screened, emptied_function, file_of
+from curation.tasks.factory.screen import EMPTIED, Screened, Substitute, emptied_function, file_of, replaced_function
 from curation.tasks.factory.source import Repository
+from curation.tasks.factory.strategies import Candidate
 from curation.tasks.factory.text import instruction_of
 from curation.tasks.validate import RESTORED, CheatResult, cheat_states
 from curation.verify import Verdict, Verifier, make_verdict
@@ -44,8 +45,8 @@ VERIFY_TIMEOUT_S = 60.0
 """Deadline of a proof's runs. Longer than the verifier's own, so that a busy machine changes no verdict and no check: a
 check whose run does not end proves nothing.
 """
-EMPTIED_TIMEOUT_S = 20.0
-"""Deadline of a run with a function that does nothing, in seconds."""
+SUBSTITUTE_TIMEOUT_S = 20.0
+"""Deadline of a run with a substitute of a function, in seconds."""
 _ENOUGH = 2
 """Decoys of a test whose assertions are all observed."""
 _OF_FILE, _PREPARED_AT_ONCE = 4, 8
@@ -101,7 +102,7 @@ class Prover:
         self._masters: Once[str, _Master] = Once(TimeoutError)
         self._cheated: Once[tuple[str, str], dict[str, Verdict]] = Once(TimeoutError)
         self._noticing: dict[str, set[str]] = defaultdict(set)
-        """Function -> tests that fail if it does nothing."""
+        """Identity of a substitute -> tests that fail with it."""
 
     async def prepare(self, wanted: int) -> None:
         """Prove the checks of every test file in advance, if `wanted` tasks are likely to use all files. A proof that
@@ -119,9 +120,16 @@ class Prover:
         largest = sorted(files, key=lambda file: (-files[file], file))
         await asyncio.gather(*map(one, largest), return_exceptions=True)
 
-    async def prove(self, screened: Screened, function: Function, emptied: Emptied | None = None) -> Proved:
-        """Make a task of a bug and prove it, within bounded time. emptied: the screen's result for the function without
-        its body, if there is one. Raises InfraFault if envd keeps failing.
+    def substitutes(self, function: Function) -> list[Candidate]:
+        """What no bug's tests may take for the fixed function: one that does nothing, and those of the same qualified
+        name that an agent finds elsewhere.
+        """
+        found = [replaced_function(function, text) for text in self._copies.namesakes(function)]
+        return [emptied_function(function), *(each for each in found if each is not None)]
+
+    async def prove(self, screened: Screened, function: Function, substitutes: Sequence[Substitute]) -> Proved:
+        """Make a task of a bug and prove it, within bounded time. substitutes: the screen's results for those of the
+        function. Raises InfraFault if envd keeps failing.
         """
         try:
             draft = await self._draft(screened, function)
@@ -131,13 +139,20 @@ class Prover:
             return Proved(screened, None, draft)
         try:
             async with asyncio.timeout(PROOF_S):
-                return await self._proved(screened, function, draft, emptied)
+                return await self._proved(screened, function, draft, substitutes)
         except TimeoutError:
             return Proved(screened, None, f"its proof takes longer than {PROOF_S:.0f} s")
 
-    async def _proved(self, screened: Screened, function: Function, draft: Task, emptied: Emptied | None) -> Proved:
-        if await self._passes_emptied(screened, function, draft, emptied):
-            return Proved(screened, None, "verdict: a function that does nothing passes its tests")
+    async def _proved(
+        self, screened: Screened, function: Function, draft: Task, substitutes: Sequence[Substitute]
+    ) -> Proved:
+        inside = all(function.encloses(edit.path, edit.start, edit.end) for edit in screened.candidate.edits)
+        for each in substitutes:
+            # a bug that reaches beyond the function is not mended by emptying it
+            empty = each.candidate.strategy == EMPTIED
+            if (inside or not empty) and await self._passes(each, function, draft):
+                what = "verdict: a function that does nothing" if empty else "leak: a function of the same name"
+                return Proved(screened, None, f"{what} passes its tests")
         before = await self._verifier.grade(draft, b"")
         if not _agrees(draft, before):
             return Proved(screened, None, _FLIPS)
@@ -224,27 +239,22 @@ class Prover:
             for name, verdict in found.items()
         }
 
-    async def _passes_emptied(
-        self, screened: Screened, function: Function, task: Task, emptied: Emptied | None
-    ) -> bool:
-        """Whether the tests pass with a function that only returns None. Not tried for bugs that reach beyond it.
+    async def _passes(self, substitute: Substitute, function: Function, task: Task) -> bool:
+        """Whether the tests pass with a substitute of the function.
 
         They run only if the screen does not tell. A test that failed so for another bug of the function is not run
         again.
         """
-        if not all(function.encloses(edit.path, edit.start, edit.end) for edit in screened.candidate.edits):
-            return False
-        noticing, tests = self._noticing[function.key], set(task.tests)
-        if emptied is not None:
-            noticing |= emptied.failed
+        noticing, tests = self._noticing[substitute.candidate.identity], set(task.tests)
+        noticing |= substitute.failed
         if noticing & tests:
             return False
-        if emptied is not None and emptied.ended:
+        if substitute.ended:
             return True
         path = function.source.path
-        without = emptied_function(function).apply({path: function.source.data})[path].decode()
-        diff = file_diff(path, task.files[path].decode(), without)
-        result = await self._runs.run(task, diff, timeout_s=EMPTIED_TIMEOUT_S)
+        changed = substitute.candidate.apply({path: function.source.data})[path].decode()
+        diff = file_diff(path, task.files[path].decode(), changed)
+        result = await self._runs.run(task, diff, timeout_s=SUBSTITUTE_TIMEOUT_S)
         passes = passing(result)
         # what calls a function that does nothing may call it for ever
         noticing |= tests - passes if result.exit == "completed" else tests & stuck(result)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from curation.tasks.factory.baseline import Baseline
 from curation.tasks.factory.functions import Function
 from curation.tasks.factory.guest import Guest
 from curation.tasks.factory.steps import recall, record, step_key
-from curation.tasks.factory.strategies import Candidate, Edit, changed_text
+from curation.tasks.factory.strategies import Candidate, Edit, changed_text, normalized
 
 MOST_TESTS = 250
 """A candidate whose lines more tests run is left out: it would break most of the suite."""
@@ -34,8 +35,8 @@ _WALL_S, _CPU_S = 90.0, 2.0
 """Deadlines of one candidate. The first, of wall clock, is for code that waits: a busy machine must not exceed it. The
 second bounds processor time: endless loops use all of it, and tests that need more would make every verdict slow.
 """
-EMPTIED = "emptied"
-"""Strategy and operator of a function without a body, which makes no task."""
+EMPTIED, NAMESAKE = "emptied", "namesake"
+"""Strategies of substitutes, which make no task: a function without a body, and one of the same name from elsewhere."""
 _ENVIRONMENT = {"TZ": "UTC", "PYTHONHASHSEED": "0"}
 
 
@@ -55,12 +56,14 @@ class Screened:
 
 
 @dataclass(frozen=True)
-class Emptied:
-    """Tests of a function that does nothing but return None."""
+class Substitute:
+    """Another function in the place of one, which is a bug unless tests pass with it."""
 
-    failed: frozenset[str]
-    """Test functions, by name, that fail, or run for ever."""
-    ended: bool
+    candidate: Candidate
+    """Of strategy EMPTIED or NAMESAKE."""
+    failed: frozenset[str] = frozenset()
+    """Test functions, by name, that are known to fail, or to run for ever."""
+    ended: bool = False
     """Whether they all ran, so that the others pass."""
 
 
@@ -71,8 +74,8 @@ class Screening:
     kept: list[Screened]
     reasons: dict[str, int]
     """Number of candidates left out, by reason."""
-    emptied: dict[str, Emptied]
-    """Results of functions without their body, by function key."""
+    substitutes: list[Substitute]
+    """Those asked for, in their order."""
 
 
 async def screen(
@@ -82,17 +85,18 @@ async def screen(
     guest: Guest,
     store: Store,
     progress: Callable[[int, int], None] | None = None,
-    emptying: Sequence[str] = (),
+    substitutes: Sequence[Candidate] = (),
 ) -> Screening:
-    """Candidates that make covering tests fail, in their order. Results are cached in chunks. emptying: keys of
-    functions that are tried without a body, too.
+    """Candidates that make covering tests fail, in their order, and which tests notice the substitutes. Results are
+    cached in chunks.
     """
     reasons: Counter[str] = Counter()
+    judged = {each.identity: Substitute(each) for each in substitutes}
     asked: list[tuple[Candidate, dict[str, Any]]] = []
-    for each in (*candidates, *(emptied_function(functions[key]) for key in emptying)):
+    for each in (*candidates, *substitutes):
         request = _request(each, functions, baseline)
         if isinstance(request, str):
-            reasons[request] += each.strategy != EMPTIED
+            reasons[request] += each.identity not in judged
         else:
             asked.append((each, request))
     count = max(min(_AT_LEAST, len(asked)), math.ceil(len(asked) / CHUNK))
@@ -109,26 +113,34 @@ async def screen(
         return found
 
     results = await asyncio.gather(*map(one, chunks))
-    kept, emptied = list[Screened](), dict[str, Emptied]()
+    kept = list[Screened]()
     for chunk, result in zip(chunks, results, strict=True):
         for candidate, request in chunk:
-            if candidate.strategy == EMPTIED:
-                found = _judge_emptied(request, result.get(candidate.identity))
-                if found is not None:
-                    emptied[candidate.function] = found
+            if candidate.identity in judged:
+                judged[candidate.identity] = _judge_substitute(candidate, request, result.get(candidate.identity))
                 continue
             verdict = _judge(candidate, request, result.get(candidate.identity), baseline)
             if isinstance(verdict, str):
                 reasons[verdict] += 1
             else:
                 kept.append(verdict)
-    return Screening(kept, dict(sorted(reasons.items())), emptied)
+    return Screening(kept, dict(sorted(reasons.items())), list(judged.values()))
 
 
 def emptied_function(function: Function) -> Candidate:
     """A function that only returns None."""
     path, (start, end) = function.source.path, function.body_span
     return Candidate(EMPTIED, EMPTIED, function.key, (Edit(path, start, end, "return None"),))
+
+
+def replaced_function(function: Function, text: str) -> Candidate | None:
+    """A function replaced by another one, whose text has no decorators; None if that gives no function."""
+    source, node = function.source, function.node
+    changed = textwrap.indent(textwrap.dedent(text), " " * node.col_offset)
+    edit = Edit(source.path, source.starts[node.lineno - 1], source.starts[function.last] - 1, changed)
+    if normalized(changed_text(function, [edit])) is None:
+        return None
+    return Candidate(NAMESAKE, NAMESAKE, function.key, (edit,))
 
 
 async def _chunk(requests: list[dict[str, Any]], guest: Guest, store: Store) -> dict[str, Any]:
@@ -208,19 +220,19 @@ def _judge(candidate: Candidate, request: dict[str, Any], result: Any, baseline:
     return Screened(candidate, messages, covering, dict(Counter(map(file_of, sorted(failed)))))
 
 
-def _judge_emptied(request: dict[str, Any], result: Any) -> Emptied | None:
+def _judge_substitute(candidate: Candidate, request: dict[str, Any], result: Any) -> Substitute:
     if result is None or result[1]:
-        return None
+        return Substitute(candidate)
     ended, _, ran, failed = result
     names = {base_name(node) for node in failed}
     if ended == "exit":
-        return Emptied(frozenset(names), ended=True)
+        return Substitute(candidate, frozenset(names), ended=True)
     # uncollected tests are reported first; the test after the last report ran until it was killed
     missing = [node for node in request["tests"] if failed.get(node, ("",))[0] == "missing"]
     order = [*missing, *(node for node in request["tests"] if node not in missing)]
     if ended in ("wall", "cpu", "waiting") and ran < len(order):
         names.add(base_name(order[ran]))
-    return Emptied(frozenset(names), ended=False)
+    return Substitute(candidate, frozenset(names))
 
 
 def file_of(test: str) -> str:
