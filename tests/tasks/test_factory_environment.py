@@ -115,24 +115,24 @@ dependencies = ["onemore"]
 test = ["watcher", "pytest"]
 """,
     "sums.py": (
-        "from onemore import more\n\n\ndef add(a, b):\n    return a + more(b) - 1\n\n\n"
+        "from onemore import more\n\n\ndef add_more(a, b):\n    return a + more(b) - 1\n\n\n"
         "def take(a, b):\n    return a - more(b) + 1\n"
     ),
     "test_take.py": "from sums import take\n\n\ndef test_take():\n    assert take(5, 3) == 2\n",
     "test_sums.py": """
 import importlib.util
 import pytest
-from sums import add
+from sums import add_more
 
 
 @pytest.mark.parametrize(("a", "b"), [(1, 2), (3, 4)])
 def test_add(a, b, doubled):
-    assert doubled(add(a, b)) == 2 * (a + b)
+    assert doubled(add_more(a, b)) == 2 * (a + b)
 
 
 def test_packages_are_those_of_the_runtime():
     assert importlib.util.find_spec("grpc") is None
-    assert add(0, 0) == 0
+    assert add_more(0, 0) == 0
 """,
 }
 PLUGIN = b"import pytest\n\n\n@pytest.fixture\ndef doubled():\n    return lambda value: 2 * value\n"

@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 
 from contracts.digests import digest_of
+from contracts.syntax import parse_python
 from contracts.tasks import Checks, Decoy, Observed, Task, files_digest
 from curation.cheating import base_name, base_names, passed, passing
 from curation.tasks.checks import decoys, observing
@@ -155,7 +156,7 @@ def _definitions(data: bytes) -> dict[str, str]:
             code = ast.dump(node)
             found[name or prefix + code] = found.get(name, "") + code
 
-    add(ast.parse(data).body, "")
+    add(parse_python(data).body, "")
     return found
 
 

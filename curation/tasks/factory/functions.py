@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import PurePosixPath
 
+from contracts.syntax import parse_python
 from curation.tasks.importing.trees import Tree
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
@@ -137,7 +138,7 @@ def parsed(path: str, data: bytes) -> Source | str:
     if b"\r" in data:
         return "it has carriage returns"
     try:
-        return Source(path, data, ast.parse(data.decode()))
+        return Source(path, data, parse_python(data.decode()))
     except UnicodeDecodeError:
         return "it is not UTF-8"
     except (SyntaxError, ValueError):

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from pathlib import Path
 
+from contracts.syntax import parse_python
 from curation.tasks.factory.baseline import TestFunction
 from curation.tasks.factory.functions import Function, FunctionNode, Source, first_line
 from curation.tasks.importing.trees import Tree
@@ -65,7 +66,7 @@ def _bodies(data: bytes) -> Sequence[tuple[int, Sequence[_Lines]]] | None:
     statements, and the lines of these functions. None for a file that is not Python.
     """
     try:
-        module = ast.parse(data)
+        module = parse_python(data)
     except (SyntaxError, ValueError):
         return None
     found = []
@@ -112,7 +113,7 @@ def _cut(data: bytes, starts: frozenset[int]) -> bytes | None:
         return None
     changed = b"\n".join(line for line in lines if line is not None)
     try:
-        ast.parse(changed)
+        parse_python(changed)
     except (SyntaxError, ValueError):
         return None
     return changed
@@ -225,7 +226,7 @@ class Copies:
     def _functions(self, path: str, data: bytes) -> list[Function]:
         if id(data) not in self._parsed:
             try:
-                self._parsed[id(data)] = Source(path, data, ast.parse(data)).functions
+                self._parsed[id(data)] = Source(path, data, parse_python(data)).functions
             except (SyntaxError, ValueError, RecursionError):
                 self._parsed[id(data)] = []
         return self._parsed[id(data)]

@@ -19,6 +19,7 @@ from typing import Any
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
+from contracts.syntax import parse_python
 from curation.errors import TaskError
 
 _TEST = re.compile(r"(unit)?tests?|testing|pytest|(unit-?)?tests?[-_].*|.*[-_](unit-?)?tests?")
@@ -271,7 +272,7 @@ def _setup_cfg(text: str) -> _Found:
 
 def _setup_py(text: str) -> _Found:
     try:
-        module = ast.parse(text)
+        module = parse_python(text)
     except (SyntaxError, ValueError) as error:
         raise TaskError(f"its setup.py can't be parsed ({error})") from None
     known = {

@@ -14,6 +14,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from contracts.digests import digest_of
+from contracts.syntax import parse_python
 from curation.errors import TaskError
 from curation.tasks.factory.functions import Function, FunctionNode, Lines
 from curation.tasks.factory.source import Repository
@@ -131,7 +132,7 @@ def changed_text(function: Function, edits: Iterable[Edit]) -> str:
 def normalized(text: str) -> str | None:
     """Syntax of a function's lines without positions and docstring; None if they are not one function."""
     try:
-        body = ast.parse("if 1:\n" + text if text[:1].isspace() else text).body
+        body = parse_python("if 1:\n" + text if text[:1].isspace() else text).body
     except (SyntaxError, ValueError):
         return None
     node = body[0].body[0] if text[:1].isspace() and isinstance(body[0], ast.If) else body[0]

@@ -19,6 +19,7 @@ from typing import Any
 
 from contracts.artifacts import Frozen
 from contracts.store import Store
+from contracts.syntax import parse_python
 from curation.errors import RequestRefused
 from curation.rewards.answers import Answer, Answers
 from curation.rewards.config import Endpoint
@@ -132,7 +133,7 @@ def candidate_of(strategy: str, function: Function, reply: str) -> Candidate | N
 def _found(text: str, name: str) -> FunctionNode | None:
     """The first function of this name in a text."""
     try:
-        module = ast.parse(text)
+        module = parse_python(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
     return next((each for each in ast.walk(module) if isinstance(each, FunctionNode) and each.name == name), None)

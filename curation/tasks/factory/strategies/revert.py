@@ -7,6 +7,7 @@ import difflib
 from collections.abc import Iterator
 from pathlib import Path
 
+from contracts.syntax import parse_python
 from curation.errors import TaskError
 from curation.tasks.factory.functions import Function, is_product_file, parsed
 from curation.tasks.factory.strategies import Candidate, Context, Edit, changed_text, normalized
@@ -94,7 +95,7 @@ def _undone(context: Context, clone: Path, commit: str, parent: str) -> Candidat
 
 
 def _syntax(data: bytes) -> str:
-    return ast.dump(ast.parse(data.decode()))
+    return ast.dump(parse_python(data.decode()))
 
 
 def _edits(path: str, before: bytes, after: bytes) -> Iterator[Edit]:
