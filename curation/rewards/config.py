@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
+from contracts.environment import VARIABLE
 from curation.rewards.component import Component
 from curation.rewards.prompt import JUDGE_TEMPLATE, MODEL_TEMPLATE, check_template
 from curation.rewards.shapers import AnyShaper
@@ -36,7 +37,7 @@ class Endpoint(_Part):
     """http:// or https:// URL. A judge's URL ends in /v1; a reward model's is the scoring route, such as
     http://host:8000/classify.
     """
-    api_key_env: str | None = Field(default=None, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
+    api_key_env: str | None = Field(default=None, pattern=VARIABLE)
     """NAME of the environment variable that holds the API key, never the key itself. null: no key is sent."""
     timeout_s: float = Field(default=120.0, gt=0, le=86_400)
     """Timeout of one attempt, in seconds."""

@@ -10,7 +10,6 @@ config names. May import contracts, triplane_kernels, inference.router and infer
 from __future__ import annotations
 
 import importlib.util
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, overload
 
@@ -110,14 +109,12 @@ def open_engine(spec: EngineConfig, directory: Path, version: str, keeper: VllmK
         )
     if isinstance(spec, RoutedConfig):
         from inference.engines.routed import Member, RoutedEngine
-        from inference.router.shared import shared_by
 
         members = [
-            Member(f"replica {place}", _replica(each, directory, version), each.events)
-            for place, each in enumerate(spec.replicas)
+            Member(f"replica {place}", _replica(each, directory, version), each.events, server)
+            for place, (each, server) in enumerate(zip(spec.replicas, spec.servers, strict=True))
         ]
-        shared = partial(shared_by, variable=spec.redis_env, servers=spec.servers)
-        return RoutedEngine(members, directory, version, spec.hedging_delay_s, shared)
+        return RoutedEngine(members, directory, version, spec.hedging_delay_s, spec.redis_env)
     from inference.engines.builtin import open_builtin
 
     return open_builtin(spec, directory, version)

@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from contracts.addresses import Address, parse_addresses
+from contracts.environment import VARIABLE
 from contracts.errors import ConfigError
 from contracts.precision import Forward
 from inference.engines.base import Engine
@@ -19,8 +20,6 @@ CONNECTIONS = 256
 TIMEOUT_S = 600.0
 RETRIES = 4
 """Defaults of the clients of engine servers."""
-VARIABLE = r"^[A-Za-z_][A-Za-z0-9_]*$"
-"""Names of environment variables."""
 
 
 class _Config(BaseModel):
@@ -444,7 +443,7 @@ class RoutedConfig(_Config):
     """
 
     @model_validator(mode="after")
-    def _can_hedge(self) -> Self:
+    def _consistent(self) -> Self:
         whole = sorted({each.kind for each in self.replicas} & {"sglang", "trtllm"})
         if self.hedging_delay_s is not None and whole:
             raise ValueError(
@@ -464,7 +463,14 @@ class RoutedConfig(_Config):
     @property
     def servers(self) -> list[str | None]:
         """Address of each replica; None: it is no server that is already running."""
-        return [getattr(each, "base_url", None) or getattr(each, "address", None) for each in self.replicas]
+        return [
+            None
+            if isinstance(each, BuiltinConfig)
+            else each.address
+            if isinstance(each, TrtllmConfig)
+            else each.base_url
+            for each in self.replicas
+        ]
 
     @property
     def implementation(self) -> str:

@@ -52,9 +52,7 @@ class FleetEngine:
         self._preparer = Preparer(config)
         self._router = Router(Namespace(files.version), RouterConfig(block_tokens=config.block_tokens))
         self._events = Subscriptions(self._router, config.events_port)
-        self._shared = shared_by(self._router, config.redis_env, [config.base_url])
-        if self._shared is not None:
-            self._events.forward = self._shared.forward
+        self._shared = shared_by(config.redis_env, [config.base_url], self._router, self._events)
         self._replicas: dict[str, Replica] = {}
         self.hedging = None if config.hedging_delay_s is None else Hedging(config.hedging_delay_s)
         """None: nothing is hedged."""

@@ -24,7 +24,7 @@ from inference.engines.hedging import Hedging, Streams
 from inference.engines.tries import common_error, router_arguments, send_call
 from inference.errors import EngineError, EngineStopped
 from inference.router import Batch, Decision, Namespace, Router
-from inference.router.shared import SharedRouter
+from inference.router.shared import shared_by
 from inference.router.subscriber import Subscriptions, require_packages
 
 T = TypeVar("T")
@@ -43,6 +43,8 @@ class Member:
     open: Opener
     events: tuple[str, int] | None = None
     """URL and port of the cache events of its server; None: it has none, or its engine tells them."""
+    server: str | None = None
+    """Address of its server; None: it belongs to this process."""
 
 
 class _Replica:
@@ -84,10 +86,10 @@ class RoutedEngine:
         directory: Path,
         version: str,
         hedging_delay_s: float | None = None,
-        shared: Callable[[Router], SharedRouter | None] = lambda router: None,
+        redis_env: str | None = None,
     ) -> None:
-        """replicas: for the checkpoint in `directory`. hedging_delay_s: as in RoutedConfig. shared: shares the router's
-        state with other processes. Raises ConfigError if a package for events is missing.
+        """replicas: for the checkpoint in `directory`. hedging_delay_s, redis_env: as in RoutedConfig. Raises
+        ConfigError if a package for events or for Redis is missing, and if the variable is not set.
         """
         self._directory, self._version = directory, version
         self.hedging = None if hedging_delay_s is None else Hedging(hedging_delay_s)
@@ -102,9 +104,7 @@ class RoutedEngine:
         ours = self._router, self._replicas, self._chosen
         self._streams = Streams(*ours, _pieces, self._leave_out, self.hedging)
         self._events = Subscriptions(self._router, None)
-        self._shared = shared(self._router)
-        if self._shared is not None:
-            self._events.forward = self._shared.forward
+        self._shared = shared_by(redis_env, [each.server for each in replicas], self._router, self._events)
         if any(each.events is not None for each in replicas):
             require_packages()
 

@@ -157,7 +157,7 @@ class Router:
             loads.pop(name, None)
 
     def serve_at(self, serving: Collection[str]) -> None:
-        """Have exactly the replicas `serving`."""
+        """Add and remove replicas, so that they are exactly `serving`."""
         for name in set(self._places) - set(serving):
             self.remove(name)
         for name in serving:

@@ -29,6 +29,7 @@ from contracts.errors import ConfigError
 from inference.errors import RouterError
 from inference.router.router import Decision, Router
 from inference.router.score import InFlight
+from inference.router.subscriber import Subscriptions
 from inference.router.wire import WireDecoder, require
 
 FLUSH_S = 0.01
@@ -63,10 +64,13 @@ class Counters:
     """Failed Redis calls."""
 
 
-def shared_by(router: Router, variable: str | None, servers: Sequence[str | None]) -> SharedRouter | None:
-    """Shares a router's state with other processes that sample from the same servers; None without `variable`.
+def shared_by(
+    variable: str | None, servers: Sequence[str | None], router: Router, events: Subscriptions
+) -> SharedRouter | None:
+    """Shares the state of an engine's router with other processes that sample from the same servers, and forwards its
+    cache events to them. None without `variable`.
 
-    variable: name of the environment variable with the URL of Redis. Raises ConfigError if it is not set; as
+    variable: name of the environment variable with the URL of Redis. Raises ConfigError if it is not set, and as
     SharedRouter.
     """
     if variable is None:
@@ -74,7 +78,9 @@ def shared_by(router: Router, variable: str | None, servers: Sequence[str | None
     url = os.environ.get(variable, "").strip()
     if not url:
         raise ConfigError(f"engine.redis_env names ${variable}, which is not set: set it to redis://HOST:PORT/0")
-    return SharedRouter(router, url, f"servers {digest_of(list(servers))[:16]}")
+    shared = SharedRouter(router, url, f"servers {digest_of(list(servers))[:16]}")
+    events.forward = shared.forward
+    return shared
 
 
 class SharedRouter:
