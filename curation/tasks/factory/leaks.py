@@ -156,7 +156,7 @@ class Copies:
         if function.key not in self._found:
             wanted = _windows(function.text.encode())
             defining = self._defining.get(function.node.name.encode(), [])
-            copy = self._same(function, defining, exact=len(wanted) < _LEAST)
+            copy = self._same(function, exact=len(wanted) < _LEAST)
             if copy is None and len(wanted) >= _LEAST:
                 copy = self._long(function, wanted, defining)
             self._found[function.key] = copy
@@ -178,14 +178,14 @@ class Copies:
                 return path
         return None
 
-    def _same(self, function: Function, defining: Sequence[str], *, exact: bool) -> str | None:
+    def _same(self, function: Function, *, exact: bool) -> str | None:
         """Path of another file that has a function of the same qualified name with the same code; without `exact`, with
         most of the code. Docstrings and the names of parameters and other local variables don't count.
         """
         code = _code(function)
         wanted = _windows_of(code)
         words = {word.encode() for each in code if each[:1] != "<" for word in _WORD.findall(each)}
-        for path, each in self._of_the_same_name(function, defining, words):
+        for path, each in self._of_the_same_name(function, words):
             other = _code(each)
             common = (wanted & _windows_of(other)).total()
             if other == code or (not exact and common > MOST_CONTAINED * wanted.total()):
@@ -197,20 +197,17 @@ class Copies:
         code, the most similar ones first, at most MOST_NAMESAKES.
         """
         own, found = Counter(_code(function)), dict[tuple[str, ...], tuple[float, str, str]]()
-        defining = self._defining.get(function.node.name.encode(), [])
-        for path, each in self._of_the_same_name(function, defining, ()):
+        for path, each in self._of_the_same_name(function):
             code = _code(each)
             lines = each.source.data.split(b"\n")[each.node.lineno - 1 : each.last]
             similar = (own & Counter(code)).total() / max(own.total(), len(code))
             found.setdefault(tuple(code), (-similar, path, b"\n".join(lines).decode(errors="replace")))
         return [text for _, _, text in sorted(found.values())[:MOST_NAMESAKES]]
 
-    def _of_the_same_name(
-        self, function: Function, defining: Sequence[str], words: Collection[bytes]
-    ) -> Iterator[tuple[str, Function]]:
-        """Functions of the same qualified name, with the paths of their files, which hold most of the words."""
+    def _of_the_same_name(self, function: Function, words: Collection[bytes] = ()) -> Iterator[tuple[str, Function]]:
+        """Functions of the same qualified name in other files that contain most of `words`, each after its path."""
         files = [(path, self._tree[path]) for path in self._tree if path != function.source.path]
-        files += [(path, self._packages[path]) for path in defining]
+        files += [(path, self._packages[path]) for path in self._defining.get(function.node.name.encode(), [])]
         *classes, name = map(re.escape, function.qualname.encode().split(b"."))
         definition = re.compile(rb"^%s(async )?def %s\(" % (rb"[ \t]+" if classes else b"", name), re.MULTILINE)
         texts = [b"class " + each for each in classes]

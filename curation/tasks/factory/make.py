@@ -213,7 +213,7 @@ class _Factory:
         self._config, self._baseline, self._guest, self._store, self._report = config, baseline, guest, store, report
         self._functions, self._prover = {function.key: function for function in context.functions}, prover
         self._substitutes: dict[str, list[Substitute]] = {}
-        """Of each function that was screened."""
+        """Results of the screen, by the key of each function that was screened."""
         self._graders = Graders()
 
     async def run(self, candidates: Sequence[Candidate]) -> _Progress:

@@ -121,7 +121,7 @@ class Prover:
         await asyncio.gather(*map(one, largest), return_exceptions=True)
 
     def substitutes(self, function: Function) -> list[Candidate]:
-        """What no bug's tests may take for the fixed function: one that does nothing, and those of the same qualified
+        """Functions with which the tests of a task must fail: one that does nothing, and those of the same qualified
         name that an agent finds elsewhere.
         """
         found = [replaced_function(function, text) for text in self._copies.namesakes(function)]
@@ -148,7 +148,7 @@ class Prover:
     ) -> Proved:
         inside = all(function.encloses(edit.path, edit.start, edit.end) for edit in screened.candidate.edits)
         for each in substitutes:
-            # a bug that reaches beyond the function is not mended by emptying it
+            # emptying one function says nothing about a bug in several
             empty = each.candidate.strategy == EMPTIED
             if (inside or not empty) and await self._passes(each, function, draft):
                 what = "verdict: a function that does nothing" if empty else "leak: a function of the same name"

@@ -57,7 +57,7 @@ class Screened:
 
 @dataclass(frozen=True)
 class Substitute:
-    """Another function in the place of one, which is a bug unless tests pass with it."""
+    """Another function in the place of one, and the tests that notice it."""
 
     candidate: Candidate
     """Of strategy EMPTIED or NAMESAKE."""

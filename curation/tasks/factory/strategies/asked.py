@@ -99,11 +99,9 @@ async def ask_for_candidates(
         await client.close()
     found = [candidate for each in work if (candidate := each.result()) is not None]
     answered = {each.function for each in found}
-    for function in context.functions:
-        if len(function.body) < _SHORTEST:
-            context.unused[f"{strategy} {function.key}"] = f"{strategy}: its body is one statement"
-        elif function.key not in answered and (function, 0) in asked:
-            context.unused[f"{strategy} {function.key}"] = f"{strategy}: no reply changes it"
+    reasons = {each.key: "its body is one statement" for each in context.functions if len(each.body) < _SHORTEST}
+    reasons |= {each.key: "no reply changes it" for each, _ in asked if each.key not in answered}
+    context.unused.update({f"{strategy} {key}": f"{strategy}: {reason}" for key, reason in reasons.items()})
     return found
 
 

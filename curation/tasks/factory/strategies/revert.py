@@ -39,7 +39,7 @@ def _functions(context: Context, older: Tree) -> Iterator[Candidate]:
 
 
 def _before(function: Function, data: bytes | None) -> Function | str:
-    """The function of the same name in an older file, or the reason why it is no bug here."""
+    """The function of the same name in an older file, or the reason why there is no candidate."""
     if data is None:
         return "its file is not in the older version"
     source = parsed(function.source.path, data)
