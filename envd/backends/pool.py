@@ -168,7 +168,8 @@ class Pool(Generic[T]):
         try:
             box = await self._start(self._specs[key])
             if start in self._stale:
-                await box.destroy()
+                stale, box = box, None
+                await stale.destroy()
                 return
         finally:
             self._starting[key] -= 1

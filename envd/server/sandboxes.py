@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from envd.backends.base import Backend, Box, BoxSpec, Forgets, OffersProxy, TellsRefusals
 from envd.errors import EnvdError, SandboxGone, SandboxUnknown, ServerDraining
-from envd.server.admission import Wanted, choose_backend, decide
+from envd.server.admission import Wanted, decide
 from envd.server.audit import AuditLog, Kind
 from envd.server.egress import Egress
 from envd.server.egress_record import RequestRecord
@@ -191,17 +191,15 @@ class Sandboxes:
         )
         return backend, spec, decisions
 
-    def backend_for(self, name: str, rules_yaml: str) -> Backend:
-        """Backend that a Create with this name and these rules would get, for work outside of clients' sandboxes.
+    def decide(self, wanted: Wanted, live: int = -1) -> tuple[Backend, Decisions]:
+        """Backend and decisions for work outside of clients' sandboxes, as a Create would get them.
 
         Raises EnvdError, RulesDenied.
         """
-        rules, denials = self._rules_of(rules_yaml)
-        return choose_backend(name, self.backends, rules, denials, self.audit)
+        return decide(wanted, self.backends, self._rules_of(wanted.rules_yaml), self.audit, live)
 
     def _decide(self, wanted: Wanted) -> tuple[Backend, Decisions]:
-        live = len(self._live) + self._starting
-        return decide(wanted, self.backends, self._rules_of(wanted.rules_yaml), self.audit, live)
+        return self.decide(wanted, len(self._live) + self._starting)
 
     async def _prepare_template(self, wanted: Wanted) -> None:
         """Make the directory that the sandbox gets: without the files that the rules hide, so that no program in the
@@ -263,24 +261,28 @@ class Sandboxes:
         live.timer = asyncio.get_running_loop().call_later(seconds, self._expire, live)
 
     async def end(self, live: Live, why: str = _GONE) -> None:
-        """Destroy a sandbox and all its data. Idempotent. A state change in progress ends first."""
+        """Destroy a sandbox and all its data, also if the caller is cancelled. Idempotent. A state change in progress
+        ends first.
+        """
         if not live.ended:
             self.forget(live, why)
-            await self.clear(live)
+            await self.finished(self.clear(live))
 
     async def clear(self, live: Live) -> None:
         """Destroy a forgotten sandbox's box and stored state, and release its quotas and its template."""
         async with live.alone():
             box, live.box = live.box, None
             stored, live.stored = live.stored, None
-            if box is not None:
-                await self.limits.look_last(live, box)
-                await self.destroy(live, box)
-            if stored is not None:
-                await remove_tree(stored)
-            if live.claim is not None and not live.claim.released:
-                live.claim.release()
-                self._release(live.spec)
+            try:
+                if box is not None:
+                    await self.limits.look_last(live, box)
+                    await self.destroy(live, box)
+                if stored is not None:
+                    await remove_tree(stored)
+            finally:
+                if live.claim is not None and not live.claim.released:
+                    live.claim.release()
+                    self._release(live.spec)
 
     async def destroy(self, live: Live, box: Box) -> None:
         """Stop a sandbox's egress proxy, then destroy its box."""

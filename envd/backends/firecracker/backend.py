@@ -14,8 +14,8 @@ import asyncio
 import os
 import shutil
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from envd.backends.base import BoxSpec, Features
@@ -104,10 +104,25 @@ class _BaseMachine:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        self._users = 0
+        self._closed = False
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep the files for the block, also if the base machine is closed meanwhile."""
+        self._users += 1
+        try:
+            yield
+        finally:
+            self._users -= 1
+            if self._closed:
+                self.close()
 
     def close(self) -> None:
-        """Remove the snapshot; jails keep the files that they link to."""
-        shutil.rmtree(self.directory, ignore_errors=True)
+        """Remove the snapshot once nobody holds it; jails keep the files that they link to."""
+        self._closed = True
+        if not self._users:
+            shutil.rmtree(self.directory, ignore_errors=True)
 
 
 class FirecrackerBackend(MachineBackend[FirecrackerBox]):
@@ -132,7 +147,8 @@ class FirecrackerBackend(MachineBackend[FirecrackerBox]):
         shape = Shape.of(spec)
         disks = await self._media.disks(spec)
         booted = await self._bases.get((spec.template, shape), lambda: self._boot(shape, disks))
-        return await self._go_on(spec, shape, booted.directory / STATE, booted.directory / MEMORY, disks)
+        with booted.held():
+            return await self._go_on(spec, shape, booted.directory / STATE, booted.directory / MEMORY, disks)
 
     async def restore(self, snapshot: Path, spec: BoxSpec) -> FirecrackerBox:
         """Start a machine from a snapshot."""

@@ -76,10 +76,12 @@ class GVisorBox:
             if self._paused:  # runsc refuses to pause twice
                 return
             self._paused = True  # also for a caller that is cancelled: runsc continues
+            self._guest.hold()
             try:
                 await self._runsc("pause", self._spec.name)
             except EnvdError:
                 self._paused = False
+                self._guest.release()
                 raise
 
     async def resume(self) -> None:
@@ -88,6 +90,7 @@ class GVisorBox:
             if self._paused:
                 await self._runsc("resume", self._spec.name)
                 self._paused = False
+                self._guest.release()
 
     async def snapshot(self, into: Path) -> tuple[str, ...]:
         """Write memory, processes and files below `into`; the sandbox continues to run. Raises EnvdError.

@@ -1,0 +1,128 @@
+"""What must happen although a caller leaves, or while a box is paused or being started; without a real box."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from envd.backends.base import BoxSpec, Usage
+from envd.backends.firecracker.backend import _BaseMachine
+from envd.backends.gvisor.boxes import GVisorBox
+from envd.backends.pool import Pool
+from envd.errors import EnvdError
+from envd.server.audit import AuditLog
+from envd.server.live import Live
+from envd.server.rules import load_rules
+from envd.server.runtimes import Runtimes
+from envd.server.sandboxes import Sandboxes
+from envd.server.templates import Templates
+from envd.types import Limits
+
+
+class StandIn:
+    """A box that takes a while to be destroyed, or fails."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.alive, self.guest, self._fails = True, SimpleNamespace(gone=None), fails
+
+    async def usage(self) -> Usage:
+        return Usage()
+
+    async def destroy(self) -> None:
+        await asyncio.sleep(0.02)
+        self.alive = False
+        if self._fails:
+            raise EnvdError("a process hangs in the kernel")
+
+
+@pytest.mark.parametrize("case", ["destroying", "waiting for a state change", "failing"])
+def test_a_sandbox_whose_caller_leaves_is_destroyed_and_charged_no_more(tmp_path: Path, case: str) -> None:
+    async def job() -> None:
+        unused: Any = None
+        templates, runtimes = Templates(tmp_path / "templates", 0), Runtimes(tmp_path / "runtimes")
+        sandboxes = Sandboxes(
+            {}, templates, unused, runtimes, rules=load_rules("quotas: {sandboxes: 1}"), audit=AuditLog()
+        )
+        box: Any = StandIn(fails=case == "failing")
+        spec = BoxSpec("box-1", "t", tmp_path, Limits())
+        claim = sandboxes.quotas.claim(64)
+        live = sandboxes.admit(Live("i" * 22, "t" * 32, unused, spec, box, unused, claim=claim))
+        sandboxes._hold(spec)
+        changing = case == "waiting for a state change"
+        if changing:
+            await live.alone().acquire()
+        ending = asyncio.create_task(sandboxes.end(live))
+        await asyncio.sleep(0.01)
+        ending.cancel()
+        await asyncio.wait([ending])
+        if changing:
+            live.alone().release()
+        await sandboxes.stop()
+        assert not box.alive and live.box is None
+        sandboxes.quotas.claim(64)  # the only one that its quota allows
+
+    asyncio.run(job())
+
+
+def test_a_pool_gives_nobody_a_box_that_it_has_destroyed(tmp_path: Path) -> None:
+    async def job() -> None:
+        gate = asyncio.Event()
+
+        async def start(spec: BoxSpec) -> StandIn:
+            await gate.wait()
+            return StandIn()
+
+        pool = Pool(start, 1)
+        spec = BoxSpec("box-1", "t", tmp_path, Limits())
+        assert pool.take(spec) is None  # a refill begins
+        await asyncio.sleep(0)
+        await pool.forget("t")
+        assert pool.take(spec) is None  # the template is back
+        waiting = asyncio.create_task(pool.under_way(spec))
+        await asyncio.sleep(0)
+        gate.set()
+        box = await waiting
+        assert box is None or box.alive
+        await pool.stop()
+
+    asyncio.run(job())
+
+
+def test_a_gvisor_box_is_waited_for_while_it_is_paused_also_by_a_snapshot() -> None:
+    async def job() -> None:
+        asked: list[str] = []
+        held: list[bool] = []
+
+        class Backend:
+            async def runsc(self, box: str, arguments: Sequence[str], *, image: int | None = None) -> None:
+                asked.append(arguments[0])
+                if arguments[0] == "pause" and len(asked) == 1:
+                    raise EnvdError("runsc pause failed")
+
+        guest: Any = SimpleNamespace(gone=None, hold=lambda: held.append(True), release=lambda: held.append(False))
+        backend: Any = Backend()
+        spec: Any = SimpleNamespace(name="box-1")
+        box = GVisorBox(backend, spec, guest)
+        with pytest.raises(EnvdError):
+            await box.pause()
+        assert held[-1] is False, "it runs"
+        await box.pause()
+        assert held[-1] is True
+        await box.resume()
+        assert held[-1] is False and asked == ["pause", "pause", "resume"]
+
+    asyncio.run(job())
+
+
+def test_a_base_machine_keeps_its_files_while_a_machine_starts_from_them(tmp_path: Path) -> None:
+    base = _BaseMachine(tmp_path / "base")
+    base.directory.mkdir()
+    with base.held():
+        base.close()
+        assert base.directory.exists()
+    assert not base.directory.exists()
