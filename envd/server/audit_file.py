@@ -22,9 +22,11 @@ class AuditFile:
 
     def __init__(self, path: Path, *, max_bytes: int, files: int) -> None:
         self._path, self._max_bytes, self._files = path, max_bytes, files
+        self._full = max_bytes
+        """Size at which to rotate."""
         self._lost = 0
         self._lock_fd = _lock(path)
-        self._fd, self._size = self._open()
+        self._fd, self._size = _open(path)
         # a killed server may have left a torn last line
         self._torn = bool(self._size) and os.pread(self._fd, 1, self._size - 1) != b"\n"
         self._dirty = threading.Event()
@@ -40,7 +42,7 @@ class AuditFile:
 
     def write(self, line: bytes) -> bool:
         """Append a line. Returns False if writing failed, which is counted and not raised: the server continues."""
-        if self._size + len(line) > self._max_bytes and self._size:
+        if self._size + len(line) > self._full and self._size:
             self._rotate()
         data = b"\n" + line if self._torn else line
         try:
@@ -75,31 +77,34 @@ class AuditFile:
             _log.error("the audit log %s can't be written: %s", self._path, reason)
         self._lost += 1
 
-    def _open(self) -> tuple[int, int]:
-        try:
-            fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o640)
-        except OSError as error:
-            raise EnvdError(f"the audit log can't be written: {describe(error)}") from error
-        return fd, os.fstat(fd).st_size
-
     def _rotate(self) -> None:
-        """Rename the files, oldest first, and open a new one.
+        """Open a new file, and rename the others, oldest first.
 
-        A kill in between leaves a gap in the names and loses no lines but the oldest file's.
+        A kill in between leaves a gap in the names and loses no lines but the oldest file's. After an error, lines
+        continue in the old file, and it is tried again once that has grown by a tenth of max_bytes.
         """
+        fresh = self._path.with_name(self._path.name + ".next")
+        try:
+            fd, size = _open(fresh)
+        except EnvdError as error:
+            self._postpone(str(error))
+            return
         try:
             for number in range(self._files - 1, 0, -1):
                 source = self._path if number == 1 else _aside(self._path, number - 1)
                 if source.exists():
                     source.rename(_aside(self._path, number))
-            if self._files == 1:
-                self._path.unlink(missing_ok=True)
-            fresh, size = self._open()
-        except (OSError, EnvdError) as error:
-            self._refused(str(error))
-            return  # continues in the old file, which may exceed max_bytes
+            fresh.replace(self._path)
+        except OSError as error:
+            os.close(fd)
+            self._postpone(describe(error))
+            return
         self._retired.append(self._fd)
-        self._fd, self._size, self._torn = fresh, size, False
+        self._fd, self._size, self._torn, self._full = fd, size, False, self._max_bytes
+
+    def _postpone(self, reason: str) -> None:
+        _log.error("the audit log %s can't be rotated: %s", self._path, reason)
+        self._full = self._size + self._max_bytes // 10
 
     def _keep(self) -> None:
         """Sync the file in a thread, so that no other code waits for the disk."""
@@ -110,13 +115,11 @@ class AuditFile:
             self._closing.wait(_SYNC_S)
 
     def _sync_all(self) -> None:
+        _sync(self._fd)  # first: once a rotation has retired it, only the loop below closes it
         while self._retired:
             old = self._retired.pop()
             _sync(old)
             os.close(old)
-        current = os.dup(self._fd)  # a rotation may replace self._fd meanwhile
-        _sync(current)
-        os.close(current)
 
 
 def last_number_of(path: Path, files: int) -> int:
@@ -125,6 +128,15 @@ def last_number_of(path: Path, files: int) -> int:
         if (last := _last_number(each)) is not None:
             return last
     return 0
+
+
+def _open(path: Path) -> tuple[int, int]:
+    """Descriptor and size of a file to append to. Raises EnvdError."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o640)
+    except OSError as error:
+        raise EnvdError(f"the audit log can't be written: {describe(error)}") from error
+    return fd, os.fstat(fd).st_size
 
 
 def _aside(path: Path, number: int) -> Path:

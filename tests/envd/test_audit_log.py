@@ -17,7 +17,7 @@ import pytest
 
 from contracts.rpc import caller
 from envd.errors import EnvdError
-from envd.server import audit
+from envd.server import audit, audit_file
 from envd.server.audit import BURST, AuditLog, Event, leaves_root
 
 
@@ -82,6 +82,31 @@ def test_files_are_moved_aside_by_size_and_few_are_kept(tmp_path: Path) -> None:
     numbers = [line["number"] for name in ("audit.2", "audit.1", "audit") for line in lines(tmp_path / name)]
     assert numbers == list(range(numbers[0], 101)) and len(numbers) > 20
     assert all((tmp_path / name).stat().st_size <= 2000 for name in found)
+
+
+@pytest.mark.parametrize("files", [1, 3])
+def test_a_rotation_that_fails_moves_no_file_and_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: int
+) -> None:
+    log = AuditLog(tmp_path / "audit", max_bytes=2000, files=files)
+    opened, works = audit_file._open, False
+
+    def failing(path: Path) -> tuple[int, int]:
+        if not works:
+            raise EnvdError("too many open files")
+        return opened(path)
+
+    monkeypatch.setattr(audit_file, "_open", failing)
+    for number in range(100):
+        log.record("limit.pids", f"sandbox-{number}")
+    assert [line["number"] for line in lines(tmp_path / "audit")] == list(range(1, 101)), "nothing lost, nothing moved"
+    works = True
+    for number in range(10):
+        log.record("limit.disk", f"sandbox-{number}")
+    log.close()
+    numbers = [line["number"] for name in ("audit.1", "audit")[-files:] for line in lines(tmp_path / name)]
+    assert numbers[-1] == 110 and numbers == list(range(numbers[0], 111)) and not list(tmp_path.glob("*.next"))
+    assert (tmp_path / "audit").stat().st_size <= 2000
 
 
 def test_numbers_go_on_when_a_kill_came_between_moving_and_opening(tmp_path: Path) -> None:
