@@ -154,7 +154,7 @@ class FleetClient(SandboxClient):
         hidden_files: Mapping[str, bytes],
         tests: Sequence[str],
         *,
-        limits: Limits = Limits(),
+        limits: Limits | None = None,
         timeout_s: float = 10,
         artifacts: Sequence[str] = (),
         product: Sequence[str] = (),

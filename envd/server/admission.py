@@ -64,17 +64,6 @@ class Wanted:
         return wanted
 
 
-def limits_of(limits: pb.Limits) -> Limits:
-    """Limits of a request, with the default for each limit that is 0.
-
-    Raises EnvdError for a limit that is not a positive number, or is too large.
-    """
-    asked = named_limits(limits)
-    _check_numbers(asked)
-    default = Limits()
-    return Limits(**{name: value or getattr(default, name) for name, value in asked.items()})
-
-
 def decide(
     wanted: Wanted,
     backends: Mapping[str, Backend],
@@ -84,7 +73,8 @@ def decide(
 ) -> tuple[Backend, Decisions]:
     """Choose a sandbox's backend and check the request against the rules. Raises RulesDenied, which is recorded.
 
-    rules: the request's merged with the server's, and the denials of that merge. live: number of existing sandboxes.
+    rules: the request's merged with the server's, and the denials of that merge. live: number of existing sandboxes,
+    -1 if the request is for no sandbox.
     """
     merged, denials = rules
     backend = _choose(wanted.backend, backends, merged)
@@ -103,26 +93,6 @@ def decide(
         audit.record("policy.denied", "", reason=reason, backend=backend.name, labels=list(wanted.labels.items()))
         raise RulesDenied(reason)
     return backend, decisions
-
-
-def choose_backend(
-    name: str, backends: Mapping[str, Backend], rules: Rules, denials: tuple[Denial, ...], audit: AuditLog
-) -> Backend:
-    """Backend with a name, or the first that fits the rules. Raises EnvdError, and RulesDenied, which is recorded."""
-    backend = _choose(name, backends, rules)
-    if backend.features.isolation < rules.least:
-        denials += (
-            Denial(
-                "isolation",
-                f"{backend.name} ({backend.features.isolation.name.lower()})",
-                f"{rules.isolation} or more",
-            ),
-        )
-    if denials:
-        reason = "; ".join(map(str, denials))
-        audit.record("policy.denied", "", reason=reason, backend=backend.name)
-        raise RulesDenied(reason)
-    return backend
 
 
 def _choose(name: str, backends: Mapping[str, Backend], rules: Rules) -> Backend:

@@ -9,7 +9,7 @@ from typing import Any
 from contracts.pb import envd_pb2 as pb
 from contracts.pb import envd_pb2_grpc as rpc
 from contracts.visible import visible
-from envd.server.admission import limits_of
+from envd.server.admission import Wanted
 from envd.server.calls import Context, Service, unary
 from envd.server.sandboxes import Sandboxes
 from envd.server.service_tools import checked_timeout
@@ -32,14 +32,15 @@ class VerifierService(Service, rpc.VerifierServicer):
         started = time.monotonic()
         timeout_s = checked_timeout(request.timeout_s)
         left = context.time_remaining()
-        backend = self.sandboxes.backend_for(request.backend, request.policy_yaml)
+        wanted = Wanted(request.template, backend=request.backend, rules_yaml=request.policy_yaml)
+        backend, decisions = self.sandboxes.decide(wanted.with_limits(request.limits))
         result = await self._verifications.verify(
             backend,
             request.template,
             request.diff,
             request.hidden_files,
             request.tests,
-            limits_of(request.limits),
+            decisions.limits,
             timeout_s,
             None if left is None else max((left - timeout_s) / 2, 0),
             artifacts=request.artifacts,

@@ -120,6 +120,20 @@ def test_what_the_rules_do_not_allow_is_denied_by_name_and_recorded(
     assert [words in event["detail"]["reason"] for event in served.events("policy.denied")[before:]] == [True]
 
 
+def test_a_verification_is_bound_by_the_maximum_too(served: Served) -> None:
+    hidden = {"test_h.py": b"import resource\n\ndef test_it():\n    assert resource.getpagesize()\n"}
+
+    async def job(client: OperationsClient) -> tuple[str, str]:
+        template = await client.put_template(FILES)
+        result = await client.verify(template, b"", hidden, ["test_h.py::test_it"])
+        with pytest.raises(RulesDenied, match=r"resources.maximum.memory_mb allows at most 256, not 4096"):
+            await client.verify(template, b"", hidden, ["test_h.py::test_it"], limits=Limits(memory_mb=4096))
+        return result.outcomes[0].status, served.events("policy.denied")[-1]["detail"]["reason"]
+
+    status, reason = served.run(job)
+    assert status == "passed" and "not 4096" in reason
+
+
 def test_invalid_rules_are_one_line(served: Served) -> None:
     async def job(client: OperationsClient) -> None:
         await client.create(await client.put_template(FILES), rules="tools: 3")
