@@ -8,6 +8,7 @@ One object a sandbox and no task, lock or buffer of its own while it is idle: a 
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import struct
 from collections import deque
@@ -69,9 +70,10 @@ class Channel(asyncio.Protocol):
 
         `bound`: bytes that the answer and its parts may have; parts are appended to `parts`.
 
-        Raises OSError with the guest's errno, SandboxGone. A cancelled ask is cancelled in the guest too.
+        Raises OSError with the guest's errno, EMSGSIZE for fields that are too large, SandboxGone. A cancelled ask is
+        cancelled in the guest too.
         """
-        identity, waiting = self._open(bound, wait_s, parts, identity)
+        identity, waiting = self._open(len(fields), bound, wait_s, parts, identity)
         try:
             if self._writable is not None:
                 await self._drained()
@@ -110,7 +112,7 @@ class Channel(asyncio.Protocol):
 
     def open_stream(self, kind: Ask, fields: bytes) -> tuple[int, Waiting]:
         """Ask for what answers by parts without end; read them by `next_part`, end it by `close_stream`."""
-        identity, waiting = self._open(0, float("inf"), None, None)
+        identity, waiting = self._open(len(fields), 0, float("inf"), None, None)
         waiting.queue = deque()
         self._send(kind, fields, identity, waiting)
         return identity, waiting
@@ -180,9 +182,13 @@ class Channel(asyncio.Protocol):
         """Wait until the stream is closed at this end."""
         await self._ended.wait()
 
-    def _open(self, bound: int, wait_s: float, parts: list[bytes] | None, identity: int | None) -> tuple[int, Waiting]:
+    def _open(
+        self, size: int, bound: int, wait_s: float, parts: list[bytes] | None, identity: int | None
+    ) -> tuple[int, Waiting]:
         if self._reason is not None:
             raise SandboxGone(self._reason)
+        if size + HEAD.size - 4 > MAX_FRAME:  # the agent would end the stream
+            raise OSError(errno.EMSGSIZE, f"a request of {size} bytes is larger than {MAX_FRAME}")
         if len(self._asks) >= _MAX_OUTSTANDING:
             raise OSError(11, f"the sandbox has {_MAX_OUTSTANDING} outstanding requests: wait for their replies")
         identity = identity or self._fresh_id()

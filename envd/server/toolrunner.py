@@ -188,7 +188,12 @@ async def _shell(guest: GuestLink, calls: Sequence[ToolCall], timeout_s: float) 
     try:
         ended = await guest.shell(commands, limit=MAX_OUTPUT_BYTES)
     except OSError as error:
-        return [_failed(error)] * len(calls)
+        if error.errno != errno.EMSGSIZE:
+            return [_failed(error)] * len(calls)
+        if len(calls) > 1:  # too large together
+            return [result for call in calls for result in await _shell(guest, [call], timeout_s)]
+        text = "error: the command is too long: write it to a file, then run that file"
+        return [ToolResult(False, text, len(text))]
     seconds = time.monotonic() - started
     return [_shell_result(result, deadline_s, seconds) for result, (_, deadline_s) in zip(ended, commands, strict=True)]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import signal
 import time
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from envd.guest.link import GuestLink
+from envd.guest.protocol import MAX_FRAME
 from envd.sandbox.proctree import descendants
 from tests.envd.guests import Guest, alive, sh, until_alive
 
@@ -169,6 +171,17 @@ def test_what_bash_can_not_forge(guest: Guest) -> None:
         with pytest.raises(OSError):
             await link.shell([("echo a\0alone\0x", 5)])
         assert await sh(link, "echo " + "x" * 300_000 + " | wc -c") == (0, "300001\n")  # longer than a pipe holds
+
+    guest.run(job)
+
+
+def test_commands_beyond_a_frame_are_an_error_and_the_agent_lives_on(guest: Guest) -> None:
+    async def job(link: GuestLink) -> None:
+        for commands in ([("true #" + "x" * MAX_FRAME, 20)], [("true #" + "x" * (MAX_FRAME // 3), 20)] * 3):
+            with pytest.raises(OSError) as caught:
+                await link.shell(commands)
+            assert caught.value.errno == errno.EMSGSIZE
+        assert (await sh(link, "true #" + "x" * (MAX_FRAME // 3)))[0] == 0
 
     guest.run(job)
 

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from envd.guest.link import GuestLink
+from envd.guest.protocol import MAX_FRAME
 from envd.server import textsearch
 from envd.server.toolrunner import run_batch
 from envd.tools import Output, run_file_tool, textfile
@@ -226,6 +227,24 @@ def test_a_turn_is_answered_in_order_and_each_call_sees_what_came_before(root: P
         "error: no such tool: fly",
         "tests\n1\nexit 0",
         "error: the tool failed: UnicodeEncodeError",
+    ]
+
+
+def test_commands_too_large_for_one_request_run_alone_or_say_so(root: Path) -> None:
+    large, larger = "x" * (MAX_FRAME * 2 // 3), "x" * MAX_FRAME
+    turn = [
+        call("exec", command=f"echo 1 #{large}"),
+        call("exec", command=f"echo 2 #{large}"),
+        call("exec", command=f"#{larger}"),
+    ]
+
+    async def job(guest: GuestLink) -> list[ToolResult]:
+        return await run_batch(guest, turn, 20)
+
+    assert [result.text for result in with_agent(root, job)] == [
+        "1\nexit 0",
+        "2\nexit 0",
+        "error: the command is too long: write it to a file, then run that file",
     ]
 
 
