@@ -77,6 +77,8 @@ HOSTILE = {
         operations_pb.SnapshotChunk(header=header(), data=tar_of(("odd", tarfile.REGTYPE, b"x")))
     ],
     "an id that is a path": [operations_pb.SnapshotChunk(header=header(sandbox_id="../../x"), data=tar_of())],
+    "a host name that is an option": [operations_pb.SnapshotChunk(header=header(host_name="--x"), data=tar_of())],
+    "an endless host name": [operations_pb.SnapshotChunk(header=header(host_name="x" * 100_000), data=tar_of())],
     "a backend that is not here": [operations_pb.SnapshotChunk(header=header(backend="other"), data=tar_of())],
     "a template with a way out": [
         operations_pb.SnapshotChunk(header=header(template_files={"../x": b""}), data=tar_of())

@@ -159,6 +159,10 @@ class Stage:
             raise EnvdError(self._gone)
         self._count += 1
         data = json.dumps({"id": self._count, **request}).encode()
+        if len(data) > MAX_MESSAGE:
+            raise EnvdError(
+                f"a request of {len(data)} bytes to the gvisor backend's helper is larger than {MAX_MESSAGE}"
+            )
         future: asyncio.Future[Done] = asyncio.get_running_loop().create_future()
         self._asks[self._count] = future
         number = self._count

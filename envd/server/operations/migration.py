@@ -10,6 +10,7 @@ frozen only after that server has answered once, and each later step has a deadl
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing, suppress
@@ -50,6 +51,7 @@ takes a minute.
 """
 _MOST_ARRIVING = 64
 """Maximum number of sandboxes received at the same time; each holds a thread and a directory."""
+_HOST_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,63}")
 _SPARE_BYTES = 256 * 1024 * 1024
 """Bytes that a received state may have beyond the memory and disk limits of its sandbox."""
 
@@ -92,6 +94,8 @@ class Migration:
         if not first.HasField("header"):
             raise EnvdError("the first message of Receive holds no header: send one")
         header = first.header
+        if not _HOST_NAME.fullmatch(header.host_name or "sandbox"):
+            raise EnvdError(f"host name {header.host_name[:80]!r} is none that an envd server gives")
         digest = await self._sandboxes.templates.put(header.template_files)
         wanted = replace(Wanted.of(header), template=digest)
         _, spec, _ = self._sandboxes.plan(wanted)  # raises before any state is read
