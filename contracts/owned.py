@@ -102,12 +102,26 @@ def sweep_abandoned(parent: Path, prefix: str = "") -> None:
 
 
 def remove(entry: Path) -> None:
-    """Remove a file or folder; ignore it if it is gone or belongs to another user."""
+    """Remove a file or folder, also one with read-only folders; ignore it if it is gone or belongs to another user."""
     if entry.is_dir() and not entry.is_symlink():
         shutil.rmtree(entry, ignore_errors=True)
+        if entry.exists():
+            _unlock(entry)
+            shutil.rmtree(entry, ignore_errors=True)
     else:
         with suppress(OSError):
             entry.unlink()
+
+
+def _unlock(folder: Path) -> None:
+    """Let the owner of a folder change it and all folders below."""
+    with suppress(OSError):
+        folder.chmod(0o700)
+    for above, names, _ in os.walk(folder):  # a folder is listed after the loop below has unlocked it
+        for path in (Path(above, name) for name in names):
+            if not path.is_symlink():
+                with suppress(OSError):
+                    path.chmod(0o700)
 
 
 @functools.lru_cache(maxsize=4)

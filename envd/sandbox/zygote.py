@@ -22,6 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from contracts.owned import remove
 from envd.sandbox import linux, rootfs, wire
 from envd.sandbox.cgroups import Cgroups, remove_groups
 from envd.sandbox.entering import close_all_but, enter_copy, enter_namespaces
@@ -225,7 +226,7 @@ class Zygote:
                 continue
             self._left.add(identity)
             if not self._namespaces:
-                shutil.rmtree(self._run_dir / "boxes" / identity, ignore_errors=True)
+                remove(self._run_dir / "boxes" / identity)
         self._remove_groups()
 
     def _remove_groups(self) -> None:

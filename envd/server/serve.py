@@ -8,7 +8,6 @@ import fcntl
 import gc
 import logging
 import os
-import shutil
 import signal
 import stat
 import sys
@@ -23,7 +22,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc  # type: ignore[i
 from grpc_reflection.v1alpha import reflection  # type: ignore[import-untyped, unused-ignore]
 
 from contracts.errors import describe
-from contracts.owned import fate_of_owner, owned_name, sweep_abandoned
+from contracts.owned import fate_of_owner, owned_name, remove, sweep_abandoned
 from contracts.pb import envd_operations_pb2, envd_operations_pb2_grpc, envd_pb2, envd_pb2_grpc
 from contracts.rpc.connecting import MESSAGE_BYTES, read_secret
 from contracts.rpc.keys import KeyCheck
@@ -308,7 +307,7 @@ async def _run_directory(state_dir: Path | None) -> AsyncIterator[Path]:
     try:
         yield run_dir
     finally:
-        await asyncio.to_thread(shutil.rmtree, run_dir, True)
+        await asyncio.to_thread(remove, run_dir)
         await asyncio.to_thread(remove_groups, run_dir.name)
         if held is not None:
             with contextlib.suppress(OSError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -17,7 +18,15 @@ import pytest
 from contracts.artifacts import ArtifactWriter, find_artifact
 from contracts.failpoints import KILL_VARIABLE
 from contracts.leftovers import sweep_leftovers
-from contracts.owned import ABANDONED_S, is_abandoned, is_leftover, owned_directory, owned_name, socket_directory
+from contracts.owned import (
+    ABANDONED_S,
+    is_abandoned,
+    is_leftover,
+    owned_directory,
+    owned_name,
+    remove,
+    socket_directory,
+)
 from contracts.store import Store
 
 pytestmark = pytest.mark.slow
@@ -160,6 +169,30 @@ def test_age_never_overrules_a_living_owner() -> None:
     assert not is_leftover(f"x-{owned_name()}", 2 * ABANDONED_S, "x-", "")
     elsewhere = "x-" + "0" * 6 + "." + owned_name().split(".", 1)[1]
     assert is_leftover(elsewhere, 2 * ABANDONED_S, "x-") and not is_leftover(elsewhere, ABANDONED_S / 2, "x-")
+
+
+def test_a_folder_that_its_owner_has_locked_is_removed_and_what_links_lead_to_stays() -> None:
+    folder = Path(tempfile.mkdtemp())
+    outside = folder / "outside"
+    outside.mkdir(mode=0o500)
+    locked = folder / "box" / "cache" / "module"
+    locked.mkdir(parents=True)
+    (locked / "file").write_text("x")
+    (folder / "box" / "link").symlink_to(outside)
+    for path in (folder, *folder.rglob("*")):
+        os.chown(path, 65534, -1, follow_symlinks=False) if os.getuid() == 0 else None
+    for path in (locked, locked.parent):
+        path.chmod(0)
+    child = os.fork()
+    if not child:
+        if os.getuid() == 0:
+            os.setuid(65534)
+        remove(folder / "box")
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    left = [path.name for path in folder.iterdir()]
+    assert (left, stat.S_IMODE(outside.stat().st_mode)) == (["outside"], 0o500)
+    shutil.rmtree(folder)
 
 
 def test_a_sockets_path_fits_whatever_the_temporary_folder_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

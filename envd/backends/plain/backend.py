@@ -16,6 +16,7 @@ import socket
 import sys
 from pathlib import Path
 
+from contracts.owned import remove
 from envd.backends.base import BoxSpec, Features, IsolationLevel, Usage
 from envd.backends.probing import probe
 from envd.backends.vm.process import VmmProcess
@@ -145,7 +146,7 @@ class PlainBackend:
                 raise EnvdError(
                     f"sandbox {name} does not end within {_DESTROY_S:g} s: a process hangs in the kernel"
                 ) from error
-        await asyncio.to_thread(shutil.rmtree, self._boxes / name, ignore_errors=True)
+        await asyncio.to_thread(remove, self._boxes / name)
         deadline = asyncio.get_running_loop().time() + _GROUP_S
         while not self._groups.remove(name) and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.005)
