@@ -13,9 +13,12 @@ from botocore.exceptions import BotoCoreError, ClientError
 def main(names: list[str]) -> int:
     """Exit status 0 when all of them exist."""
     client = boto3.client("s3")
+    region = client.meta.region_name
+    # AWS wants the region's name, except that of its first region, which is no constraint
+    place = {} if region in (None, "us-east-1") else {"CreateBucketConfiguration": {"LocationConstraint": region}}
     for name in names:
         try:
-            client.create_bucket(Bucket=name)
+            client.create_bucket(Bucket=name, **place)
         except client.exceptions.BucketAlreadyOwnedByYou:
             print(f"bucket {name} exists", flush=True)
         except (ClientError, BotoCoreError) as error:

@@ -14,7 +14,7 @@ fail() {
 
 command -v apt-get >/dev/null || fail "this needs apt: on another system install runsc as gvisor.dev says, and have it on PATH"
 if [ "$(id -u)" = 0 ]; then default=/usr/local/bin; else default=$HOME/.local/bin; fi
-target=${1:-$default}
+target=$(realpath -m "${1:-$default}")
 suite=${SUITE:-trixie}
 oldest='0.0~20240729' # its checkpoints are restored into other sandboxes as envd/backends/gvisor/backend.py does
 work=$(mktemp -d)

@@ -379,6 +379,17 @@ def test_variables_of_values_take_precedence() -> None:
     assert [each["value"] for each in envd["env"] if each["name"] == "HOME"] == ["/var/home"]
 
 
+def test_a_secret_of_the_code_server_reaches_no_other_pod() -> None:
+    found = render({"code": {"envSecret": "alerts"}})
+    holders = {
+        name
+        for name, template in templates(found)
+        for container in template["spec"]["containers"]
+        if {"secretRef": {"name": "alerts"}} in container.get("envFrom", ())
+    }
+    assert holders == {"triplane-code"}
+
+
 def test_configuration_that_changes_restarts_its_pods() -> None:
     def checksums(values: Object) -> dict[str, Any]:
         return {name: each["metadata"].get("annotations") for name, each in templates(render(values))}

@@ -43,6 +43,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"runs": {"ttlSeconds": "1h"}}, "/runs/ttlSeconds"),
     ({"runs": {"tolerations": [{"key": "a", "effect": "Never"}]}}, "/runs/tolerations/0/effect"),
     ({"trainer": {"launcher": "slurm"}}, "/trainer/launcher"),
+    ({"trainer": {"image": {"tag": "2"}}}, "trainer.image: give repository"),
     ({"envd": {"backend": "plain"}}, "/envd/backend"),
     ({"envd": {"privileged": "yes"}}, "/envd/privileged"),
     ({"envd": {"nodeSelector": {"pool": True}}}, "/envd/nodeSelector/pool"),

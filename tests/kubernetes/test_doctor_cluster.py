@@ -15,6 +15,8 @@ import pytest
 from typer.testing import CliRunner
 
 from resources.experiment import load_experiment
+from tests.deploy.chart_pods import environment
+from tests.deploy.render_chart import render
 from tests.kubernetes.api_server import Cluster, serving
 from triplane_dagster.cli.app import app
 from triplane_dagster.doctor import cluster as checks
@@ -28,7 +30,7 @@ AS_JOBSET = load_experiment(TINY, ["placement.trainer.workload=jobset"])
 
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
-    for name in (*checks.VARIABLES, *checks.ADDRESSES, "TRIPLANE_EXECUTOR", "TRIPLANE_LAUNCHER"):
+    for name in (*checks.VARIABLES, *checks.ADDRESSES):
         monkeypatch.delenv(name, raising=False)
     with serving(Cluster(tmp_path / "cluster")) as running:
         yield running
@@ -47,6 +49,16 @@ def test_a_cluster_and_its_rights_are_found(cluster: Cluster) -> None:
     assert found["clock"]["state"] == "ok"
     assert "TRIPLANE_KUBERNETES_IMAGE (the image of trainers)" in found["settings"]["found"]
     assert "is a folder of one machine" in found["store"]["found"]
+
+
+def test_the_environment_of_the_charts_pods_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    for runs in ({}, {"runs": {"executor": "k8s"}}, {"trainer": {"launcher": "local"}}):
+        found = environment(render(runs))
+        for name in checks.VARIABLES:
+            monkeypatch.setenv(name, found[name])
+        assert checks.settings().state == "ok"
+    monkeypatch.delenv("TRIPLANE_LAUNCHER")
+    assert "not set: TRIPLANE_LAUNCHER (where trainers run)" in checks.settings().found
 
 
 @pytest.mark.parametrize("right", [*RIGHTS, *JOBSET_RIGHTS], ids=str)

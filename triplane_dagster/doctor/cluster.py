@@ -35,6 +35,8 @@ TIMEOUT_S = (5.0, 10.0)
 VARIABLES = {
     "TRIPLANE_STORE": "artifacts",
     "TRIPLANE_LOGS_BUCKET": "logs of steps",
+    "TRIPLANE_EXECUTOR": "where steps run",
+    "TRIPLANE_LAUNCHER": "where trainers run",
     "TRIPLANE_KUBERNETES_IMAGE": "the image of trainers",
     "TRIPLANE_KUBERNETES_SERVICE_ACCOUNT": "trainers without rights",
 }
@@ -126,13 +128,12 @@ def _allowed(api: Any, place: str, right: Right) -> bool:
 def settings() -> Finding:
     """Check the variables by which pods find what they need."""
     lacking = [f"{name} ({purpose})" for name, purpose in VARIABLES.items() if not os.environ.get(name)]
-    if os.environ.get("TRIPLANE_EXECUTOR") != "k8s":
-        lacking.append("TRIPLANE_EXECUTOR=k8s (a pod for each step)")
-    if os.environ.get("TRIPLANE_LAUNCHER") != "kubernetes":
-        lacking.append("TRIPLANE_LAUNCHER=kubernetes (trainers as Jobs)")
     if lacking:
         return broken(f"not set: {', '.join(lacking)}", "set them in the chart's values, or run this in a pod")
-    return ok(f"image {os.environ['TRIPLANE_KUBERNETES_IMAGE']}")
+    steps, trainers, image = (
+        os.environ[name] for name in ("TRIPLANE_EXECUTOR", "TRIPLANE_LAUNCHER", "TRIPLANE_KUBERNETES_IMAGE")
+    )
+    return ok(f"steps: {steps}; trainers: {trainers}; image {image}")
 
 
 def shared_store() -> Finding:
