@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import locale
 import os
 import subprocess
 import sys
+from typing import NoReturn
 
 import pytest
 from cli_history import EXPERIMENT, History, Run
 from hypothesis import given
 from hypothesis import strategies as st
 
+from triplane_dagster import cli
 from triplane_dagster.cli.output import cell
 
 
@@ -111,6 +114,22 @@ def test_a_wrong_option_exits_2(here: Run) -> None:
 def test_control_characters_of_a_policy_are_escaped(text: str) -> None:
     shown = cell({"diff": [text, text]}).replace("\r\n", "\n")
     assert all(letter.isprintable() or letter in "\t\n" or ord(letter) > 0x9F for letter in shown)
+
+
+def test_a_locale_that_is_not_utf8_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[list[str]] = []
+
+    def execv(program: str, arguments: list[str]) -> NoReturn:
+        begun.append([program, *arguments])
+        raise SystemExit(0)
+
+    monkeypatch.setattr(locale, "getpreferredencoding", lambda do_setlocale=True: "ISO-8859-9")
+    monkeypatch.setenv("PYTHONUTF8", "0")
+    monkeypatch.setattr(os, "execv", execv)
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert os.environ["PYTHONUTF8"] == "1"
+    assert begun == [[sys.executable, sys.executable, *sys.orig_argv[1:]]]
 
 
 def test_read_commands_do_not_import_dagster(history: History) -> None:

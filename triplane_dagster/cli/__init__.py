@@ -10,9 +10,19 @@ Imported by nothing but benchmarks, which reads `history`. May import every pack
 
 from __future__ import annotations
 
+import codecs
+import locale
+import os
+import sys
+
+_UTF8 = "PYTHONUTF8"
+
 
 def main() -> None:
-    """Entry point of the `triplane` script."""
+    """Entry point of the `triplane` script. Files and outputs are UTF-8, also in a locale that is not."""
+    if codecs.lookup(locale.getpreferredencoding(False)).name != "utf-8" and os.environ.get(_UTF8) != "1":
+        os.environ[_UTF8] = "1"  # read by Python as it starts, and by the processes that it starts
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
     from triplane_dagster.cli.app import app
 
     app(prog_name="triplane")
