@@ -16,7 +16,7 @@ import logging
 import os
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -108,6 +108,11 @@ class Journal:
         if first is not None:
             self._held[first] -= 1
             self._live -= self._sizes.pop(handle)
+
+    def forget_others(self, handles: Container[int]) -> None:
+        """Forget all handles but these."""
+        for handle in [each for each in self._first if each not in handles]:
+            self.forget(handle)
 
     def clean(self, snapshot: Snapshot) -> None:
         """Let go of the oldest segments that nothing needs, to be deleted after the next sync. Move some handles out of

@@ -188,7 +188,9 @@ class Registry:
         self.renew(episode)
 
     def _restore(self, journal: Journal) -> None:
-        for handle, episode in replay.replay(journal.read()).items():
+        found = replay.replay(journal.read())
+        journal.forget_others(found)
+        for handle, episode in found.items():
             self._next_handle = max(self._next_handle, handle + 1)
             self._take(episode)
             if episode.ended is not None:

@@ -7,6 +7,7 @@ import errno
 import os
 import random
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,10 +20,13 @@ from inference.bridge.episode import Episode
 from inference.bridge.errors import JournalError
 from inference.bridge.hosted.state import Final, Hosted, Place, Sent
 from inference.bridge.journal import MAGIC, Frame, Journal, frame, split
+from inference.bridge.metrics import Counts
+from inference.bridge.registry import Bounds, Registry
 from inference.bridge.replay import Kind
 from tests.bridge.bridge_harness import ids, new_id, start_request
 
 Said = tuple[int, int, bytes]
+LIMITS = Limits(96, 256)
 
 
 def read(folder: Path) -> list[Said]:
@@ -102,6 +106,20 @@ def test_full_disk_leaves_the_journal_as_it_was(tmp_path: Path, monkeypatch: pyt
     assert read(tmp_path) == [(1, 1, b"kept"), (1, 3, b"kept too")]
 
 
+async def synced(journal: Journal, condition: Callable[[], bool]) -> None:
+    """Run `Journal.sync` until a condition holds."""
+    syncing = asyncio.create_task(journal.sync())
+    deadline = time.monotonic() + 20
+    while not condition() and time.monotonic() < deadline:
+        await asyncio.sleep(0.01)
+    syncing.cancel()
+    assert condition()
+
+
+def segments_in(folder: Path) -> list[int]:
+    return sorted(int(path.stem) for path in folder.glob("*.journal"))
+
+
 def bytes_in(folder: Path) -> int:
     """Bytes of a journal, whose files may be deleted meanwhile."""
     total = 0
@@ -152,7 +170,7 @@ def test_disk_use_stays_bounded_and_nothing_that_counts_is_lost(tmp_path: Path) 
 def episode_of_two_turns() -> tuple[Episode, list[bytes]]:
     """An episode, and the frames that made it."""
     request = start_request(new_id(), group_id="g", labels={"task_id": "t"}, rule=pb.FOLLOW)
-    episode = Episode("owner", request, check_start(request, Limits(96, 256)), "v1", 60.0, 7)
+    episode = Episode("owner", request, check_start(request, LIMITS), "v1", 60.0, 7)
     frames = [frame(Kind.START, 7, replay.start_payload(episode, request))]
     for step, observed in ((1, []), (2, [9, 10])):
         message = pb.StepRequest(step=step, observation_ids=ids(observed))
@@ -185,7 +203,7 @@ def hosted_frames() -> list[bytes]:
     """Frames of a hosted episode after one replied turn and the calls of the next, and of its end."""
     request = start_request(new_id(), hosted=pb.HostedTask(task_id="t", task_digest="d"))
     request.sampling.temperature = 0.7
-    episode = Episode("owner", request, check_start(request, Limits(96, 256)), "v1", 60.0, 7)
+    episode = Episode("owner", request, check_start(request, LIMITS), "v1", 60.0, 7)
     results = pb.StepEnd(results=[pb.ToolResult(name="read", arguments="{}", ok=True, text="x")])
     reply = pb.StepEnd(results=results.results, observation_ids=ids([9]))
     place = Place(5.0, "key", "sandbox", "token", "unix:/s")
@@ -232,6 +250,22 @@ def test_snapshot_replaces_earlier_frames_and_later_ones_are_added() -> None:
     assert found.tokens == episode.tokens and found.ended == episode.ended
     assert not replay.replay([*before, snapshot, Frame(Kind.FORGET, 7, b"")])
     assert not replay.replay(before[1:]), "frames without a start are of a forgotten episode"
+
+
+def test_journal_is_cleaned_after_restarts_that_dropped_episodes(tmp_path: Path) -> None:
+    for start in range(6):
+        journal = Journal(tmp_path)
+        registry = Registry(Bounds(), journal, lambda episode: True, Counts())
+        if start == 0:
+            for _ in range(2):
+                request = start_request(new_id())
+                registry.add("owner", request, check_start(request, LIMITS), "v1", b"x" * 32).expires = 0.0
+        assert registry.open == (2 if start == 0 else 0)
+        registry.sweep()
+        if start < 5:
+            journal.close()
+    asyncio.run(synced(journal, lambda: segments_in(tmp_path) == [6]))
+    journal.close()
 
 
 @pytest.mark.parametrize("payload", [b"", b"123", b"\xff" * 60])
