@@ -7,13 +7,14 @@ import errno
 import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from contracts.pb import bridge_pb2 as pb
+from inference.bridge import journal as journal_module
 from inference.bridge import replay
 from inference.bridge.checks import Limits, check_start
 from inference.bridge.episode import Episode
@@ -106,6 +107,18 @@ def test_full_disk_leaves_the_journal_as_it_was(tmp_path: Path, monkeypatch: pyt
     assert read(tmp_path) == [(1, 1, b"kept"), (1, 3, b"kept too")]
 
 
+def full(fd: int, data: bytes) -> int:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_full_disk_at_the_start_is_an_error_of_the_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = Journal(tmp_path)
+    monkeypatch.setattr("inference.bridge.journal.os.write", full)
+    with pytest.raises(JournalError, match="free some space"):
+        list(journal.read())
+    journal.close()
+
+
 async def synced(journal: Journal, condition: Callable[[], bool]) -> None:
     """Run `Journal.sync` until a condition holds."""
     syncing = asyncio.create_task(journal.sync())
@@ -118,6 +131,57 @@ async def synced(journal: Journal, condition: Callable[[], bool]) -> None:
 
 def segments_in(folder: Path) -> list[int]:
     return sorted(int(path.stem) for path in folder.glob("*.journal"))
+
+
+def test_full_disk_while_cleaning_loses_no_handle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = Journal(tmp_path, segment_bytes=256)
+    list(journal.read())
+    journal.append(1, 7, b"kept")
+    for handle in range(100, 112):
+        journal.append(1, handle, bytes(250))
+        journal.forget(handle)
+
+    def clean() -> None:
+        journal.clean(lambda handle: [frame(1, handle, b"kept")])
+
+    with monkeypatch.context() as patched:
+        patched.setattr("inference.bridge.journal.os.write", full)
+        with pytest.raises(JournalError, match="free some space"):
+            clean()
+    clean()
+    asyncio.run(synced(journal, lambda: 1 not in segments_in(tmp_path)))
+    journal.close()
+    assert [(handle, payload) for _, handle, payload in read(tmp_path) if handle == 7] == [(7, frame(1, 7, b"kept"))]
+
+
+def test_segments_are_deleted_in_order_after_a_failed_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal, real = Journal(tmp_path, segment_bytes=64), journal_module._sync
+    list(journal.read())
+    synced_fds: list[set[int]] = []
+
+    def failing(descriptors: Sequence[int], unneeded: Sequence[Path]) -> None:
+        synced_fds.append(set(descriptors))
+        if len(synced_fds) == 1:
+            raise OSError(errno.EIO, "Input/output error")
+        real(descriptors, unneeded)
+
+    def passing(handle: int) -> None:
+        """Fill a segment with what counts no more."""
+        journal.append(1, handle, bytes(64))
+        journal.forget(handle)
+        journal.clean(lambda handle: [])
+
+    async def run() -> None:
+        for handle in range(3):
+            passing(handle)
+        await synced(journal, lambda: len(synced_fds) == 1)
+        passing(3)
+        await synced(journal, lambda: segments_in(tmp_path) == [4])
+
+    monkeypatch.setattr(journal_module, "_sync", failing)
+    asyncio.run(run())
+    assert synced_fds[0] < synced_fds[1], "what was not synced is synced by the next batch"
+    journal.close()
 
 
 def bytes_in(folder: Path) -> int:
@@ -265,6 +329,32 @@ def test_journal_is_cleaned_after_restarts_that_dropped_episodes(tmp_path: Path)
         if start < 5:
             journal.close()
     asyncio.run(synced(journal, lambda: segments_in(tmp_path) == [6]))
+    journal.close()
+
+
+def test_hosted_episode_that_a_full_disk_refused_is_started_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = start_request(new_id(), hosted=pb.HostedTask(task_id="t", task_digest="d"))
+    sampling, real, writes = check_start(request, LIMITS), os.write, []
+
+    def second(fd: int, data: bytes) -> int:
+        writes.append(data)
+        return real(fd, data) if len(writes) == 1 else full(fd, data)
+
+    def registered() -> tuple[Journal, Registry]:
+        journal = Journal(tmp_path)
+        return journal, Registry(Bounds(), journal, lambda episode: True, Counts())
+
+    journal, registry = registered()
+    with monkeypatch.context() as patched, suppress(JournalError):
+        patched.setattr("inference.bridge.journal.os.write", second)
+        registry.add("owner", request, sampling, "v1", b"x" * 32)
+    if registry.get("owner", request.episode_id) is None:
+        registry.add("owner", request, sampling, "v1", b"x" * 32)
+    journal.close()
+    journal, registry = registered()
+    assert registry.open == len(registry) == 1
     journal.close()
 
 
