@@ -24,6 +24,8 @@ from inference.bridge.journal import MAGIC, Frame, Journal, frame, split
 from inference.bridge.metrics import Counts
 from inference.bridge.registry import Bounds, Registry
 from inference.bridge.replay import Kind
+from inference.bridge.sessions import Sessions
+from inference.engines.delegating import DelegatingEngine
 from tests.bridge.bridge_harness import ids, new_id, start_request
 
 Said = tuple[int, int, bytes]
@@ -356,6 +358,33 @@ def test_hosted_episode_that_a_full_disk_refused_is_started_once(
     journal, registry = registered()
     assert registry.open == len(registry) == 1
     journal.close()
+
+
+@pytest.mark.parametrize(("stops", "finish"), [((20,), pb.STOP), ((), pb.LENGTH)])
+def test_turn_cut_before_its_finish_ends_as_its_last_token_says(
+    tmp_path: Path, stops: tuple[int, ...], finish: int
+) -> None:
+    request = start_request(new_id(), sampling=pb.Sampling(max_tokens=2, stop_token_ids=stops))
+    episode = Episode("owner", request, check_start(request, LIMITS), "v1", 60.0, 7)
+    written(
+        tmp_path,
+        [
+            (Kind.START, 7, replay.start_payload(episode, request)),
+            (Kind.TURN, 7, pb.StepRequest(step=1).SerializeToString()),
+            (Kind.TOKENS, 7, replay.tokens_payload("v1", ids([1, 20]), ids([3, 4]))),
+        ],
+    )
+
+    async def resumed() -> None:
+        journal, woken = Journal(tmp_path), asyncio.Event()
+        sessions = Sessions(DelegatingEngine(None), LIMITS, Bounds(), journal)  # an engine that can't be asked
+        step = pb.StepRequest(episode_id=request.episode_id, step=1, from_token=2)
+        reader, event = sessions.step("owner", step, lambda _: woken.set()), pb.StepEvent()
+        await asyncio.wait_for(woken.wait(), 20)
+        assert reader.take(event) and (event.end.finish, event.end.tokens) == (finish, 2)
+        journal.close()
+
+    asyncio.run(resumed())
 
 
 @pytest.mark.parametrize("payload", [b"", b"123", b"\xff" * 60])
