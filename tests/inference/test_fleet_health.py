@@ -271,6 +271,17 @@ async def test_the_last_replica_of_a_version_keeps_its_open_sessions_and_their_g
         assert fleet.view().pinned == {} and asked("mine", "group") is None
 
 
+async def test_requests_of_a_version_that_is_gone_are_no_demand_for_replicas() -> None:
+    async with world(1) as found:
+        prompt = np.arange(64, dtype=np.int32)
+        assert found.chosen(1, pin="v0") == set() and found.fleet.choose(Wanted(prompt, 16), version="v0") is None
+        assert found.fleet.view().refused == 0
+        found.servers[0].end()
+        await found.fleet.check()
+        assert found.chosen(1) == found.chosen(1, pin="v1") == set()
+        assert found.fleet.view().refused == 2
+
+
 async def test_an_update_loads_into_replicas_that_an_interrupted_one_left_unproven() -> None:
     async with world(3) as found, FleetClient("http://router") as client:
         left, well, other = found.servers
