@@ -16,7 +16,7 @@ import logging
 import os
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -92,15 +92,20 @@ class Journal:
     def read(self) -> Iterator[Frame]:
         """All frames, oldest first, and begin a new segment after them. Call it once, before `append`.
 
-        Raises JournalError for a file that can't be read.
+        Raises JournalError for a file that can't be read, or if no segment can be begun.
         """
         for number in self._segments:
             yield from self._read_segment(number)
-        self._begin((self._segments[-1] if self._segments else 0) + 1)
+        try:
+            self._begin((self._segments[-1] if self._segments else 0) + 1)
+        except OSError as error:
+            raise JournalError(f"the journal can't be written: {describe(error)}") from error
 
     def append(self, kind: int, handle: int, *parts: bytes) -> None:
         """Write a frame. Raises JournalError if it can't be written; the journal is then as before."""
-        self._write(frame(kind, handle, *parts), handle)
+        data = frame(kind, handle, *parts)
+        self._write(data)
+        self._count(handle, self._segments[-1], len(data))
 
     def forget(self, handle: int) -> None:
         """Note that the frames of a handle need not be kept. A later `read` may still yield them."""
@@ -108,6 +113,11 @@ class Journal:
         if first is not None:
             self._held[first] -= 1
             self._live -= self._sizes.pop(handle)
+
+    def forget_others(self, handles: Container[int]) -> None:
+        """Forget all handles but these."""
+        for handle in [each for each in self._first if each not in handles]:
+            self.forget(handle)
 
     def clean(self, snapshot: Snapshot) -> None:
         """Let go of the oldest segments that nothing needs, to be deleted after the next sync. Move some handles out of
@@ -118,8 +128,9 @@ class Journal:
             held = (handle for handle, first in self._first.items() if first == oldest)
             for handle in list(islice(held, MOVED_AT_ONCE)):
                 data = frame(self.SNAPSHOT, handle, *snapshot(handle))
+                self._write(data)  # first: if it fails, the old frames still count
                 self.forget(handle)
-                self._write(data, handle)
+                self._count(handle, self._segments[-1], len(data))
         while len(self._segments) > 1 and not self._held.get(self._segments[0], 0):
             number = self._segments.pop(0)
             self._held.pop(number, None)
@@ -131,13 +142,13 @@ class Journal:
         while True:
             await self._dirty.wait()
             self._dirty.clear()
-            full, self._unsynced = self._unsynced, []
-            unneeded, self._unneeded = [self._path(number) for number in self._unneeded], []
+            full, unneeded = list(self._unsynced), list(self._unneeded)
             try:
-                await asyncio.to_thread(_sync, [*full, self._fd], unneeded)
+                await asyncio.to_thread(_sync, [*full, self._fd], [self._path(number) for number in unneeded])
             except OSError as error:
                 _log.error("the journal can't be synced: %s", describe(error))
-            finally:
+            else:
+                del self._unsynced[: len(full)], self._unneeded[: len(unneeded)]
                 for fd in full:
                     os.close(fd)
             await asyncio.sleep(FSYNC_S)
@@ -153,7 +164,7 @@ class Journal:
             os.close(fd)
         self._unsynced, self._fd = [], -1
 
-    def _write(self, data: bytes, handle: int) -> None:
+    def _write(self, data: bytes) -> None:
         try:
             if self._offset >= self._segment_bytes:
                 self._begin(self._segments[-1] + 1)
@@ -164,7 +175,6 @@ class Journal:
             os.ftruncate(self._fd, self._offset)
             raise JournalError(f"the journal can't be written: {describe(error)}") from error
         self._offset += len(data)
-        self._count(handle, self._segments[-1], len(data))
         self._dirty.set()
 
     def _count(self, handle: int, segment: int, size: int) -> None:

@@ -88,10 +88,9 @@ class Registry:
         lease_s = min(start.lease_s or self.bounds.lease_s, self.bounds.lease_s)
         episode = Episode(owner, start, sampling, version, lease_s, self._next_handle)
         episode.started_as = started_as
-        self.log(Kind.START, episode, replay.start_payload(episode, start))
+        # one frame, so that a full disk leaves no part of it
+        self._append(Journal.SNAPSHOT, episode, *replay.snapshot(episode))
         self._next_handle += 1
-        if episode.hosted is not None:
-            self.log(Kind.PLACE, episode, episode.hosted.place.payload())
         self._take(episode)
         return episode
 
@@ -137,10 +136,9 @@ class Registry:
             self._counts.closed[how] += 1
 
     def log(self, kind: Kind, episode: Episode, payload: bytes = b"") -> None:
-        """Write to the journal, if there is one. Raises JournalError."""
-        if self._journal is not None:
-            self._journal.append(kind, episode.handle, payload)
-            self._counts.journal_bytes += len(payload)
+        """Write to the journal, if there is one and the episode is not forgotten. Raises JournalError."""
+        if self._handles.get(episode.handle) is episode:
+            self._append(kind, episode, payload)
 
     def sweep(self) -> None:
         """Expire episodes whose lease has ended, forget closed ones in time, and clean the journal."""
@@ -149,10 +147,10 @@ class Registry:
             self._expire(episode)
         while self._closed and (self._closed[0][0] < now or len(self._closed) > self.bounds.max_episodes):
             _, episode = self._closed.popleft()
-            del self._episodes[episode.owner, episode.identity]
-            del self._handles[episode.handle]
             if not episode.expired or episode.holds_sandbox:
                 self._forget(episode)
+            del self._episodes[episode.owner, episode.identity]
+            del self._handles[episode.handle]
         if self._journal is not None:
             try:
                 self._journal.clean(lambda handle: list(replay.snapshot(self._handles[handle])))
@@ -182,13 +180,20 @@ class Registry:
                 _log.warning("episode %s: %s", episode.identity, error)
             self._journal.forget(episode.handle)
 
+    def _append(self, kind: int, episode: Episode, *parts: bytes) -> None:
+        if self._journal is not None:
+            self._journal.append(kind, episode.handle, *parts)
+            self._counts.journal_bytes += sum(map(len, parts))
+
     def _take(self, episode: Episode) -> None:
         self._episodes[episode.owner, episode.identity] = self._handles[episode.handle] = episode
         self.open += 1
         self.renew(episode)
 
     def _restore(self, journal: Journal) -> None:
-        for handle, episode in replay.replay(journal.read()).items():
+        found = replay.replay(journal.read())
+        journal.forget_others(found)
+        for handle, episode in found.items():
             self._next_handle = max(self._next_handle, handle + 1)
             self._take(episode)
             if episode.ended is not None:

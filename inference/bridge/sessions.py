@@ -9,6 +9,7 @@ journal.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -46,6 +47,7 @@ MOST_FOLLOWED = 1024
 """Grammars that the engine is known to follow at most; others are probed at each start."""
 _SHORTEST_S = 1e-3
 """Time limit of a turn whose episode's time is over, in seconds."""
+_log = logging.getLogger(__name__)
 
 
 class Sessions:
@@ -204,10 +206,13 @@ class Sessions:
             self._close_sandbox(episode)
 
     async def sweeping(self) -> None:
-        """Call `sweep` again and again, until cancelled."""
+        """Call `sweep` again and again, until cancelled. An error is logged; the next call tries again."""
         while True:
             await asyncio.sleep(min(SWEEP_S, self.bounds.lease_s / 4))
-            self.sweep()
+            try:
+                self.sweep()
+            except Exception:  # noqa: BLE001 (logged: without sweeps no lease ends)
+                _log.exception("a sweep of the leases failed")
 
     async def close(self) -> None:
         """Stop all turns without ending them: with a journal they go on when the next bridge is asked for them."""

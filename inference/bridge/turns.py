@@ -207,10 +207,11 @@ class Running:
         """Sample to the end of the turn and return its pb.Finish."""
         pinned = self.episode.version if self.episode.rule == pb.PINNED else None
         params = self._params()
-        if params.max_tokens < 1:  # a turn that is resumed had all its tokens
-            return self._length()
+        # a resumed turn may have all its tokens; as at the engines, a stop token ends it before its length does
         if self.turn.tokens and self._last_token() in params.stop_token_ids:
             return pb.STOP
+        if params.max_tokens < 1:
+            return self._length()
         prompt = np.frombuffer(bytes(self.episode.ids), "<i4")
         async with aclosing(self._engine.stream(prompt, params)) as pieces:  # type: ignore[arg-type]
             async for piece in pieces:

@@ -30,7 +30,7 @@ from inference.engines.restricted import Restriction
 from inference.engines.scheduler import Scheduler
 from inference.engines.weights import Weights, read_weights
 from inference.errors import EngineError, EngineStopped, OtherArchitecture, RequestTooLong
-from inference.grammar.compiled import Vocabulary, compiled
+from inference.grammar.compiled import Vocabulary, compiled_async
 from inference.grammar.matcher import Matcher
 from inference.router.residency import Batch, Event
 
@@ -201,11 +201,13 @@ class BuiltinEngine:
         if not params.restricted:
             return None
 
+        grammar, width = None, self._architecture.vocabulary
+        if params.grammar is not None:
+            vocabulary = await asyncio.to_thread(Vocabulary.of, self._tokenizer, width)
+            grammar = await compiled_async(params.grammar, vocabulary, params.stop_token_ids)
+
         def made() -> Restriction:
-            matcher = None
-            if params.grammar is not None:
-                vocabulary = Vocabulary.of(self._tokenizer, self._architecture.vocabulary)
-                matcher = Matcher(compiled(params.grammar, vocabulary, params.stop_token_ids), vocabulary.size)
+            matcher = None if grammar is None else Matcher(grammar, width)
             return Restriction(matcher, params.top_p, prompt_ids[len(prompt_ids) - params.begun :])
 
         return await asyncio.to_thread(made)

@@ -29,9 +29,9 @@ class GuardedServer:
     """A running server with its guard (server_guard), which ends with this process."""
 
     def __init__(
-        self, command: Sequence[str], environment: Callable[[Path], Mapping[str, str]], lock: IO[str] | None
+        self, command: Sequence[str], environment: Callable[[Path], Mapping[str, str]], locks: Sequence[IO[str]] = ()
     ) -> None:
-        """environment: of the server, by its temporary folder. lock: an open file that is held until the last process
+        """environment: of the server, by its temporary folder. locks: open files that are held until the last process
         of the server is gone.
         """
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (read until we end; it has no name to remove)
@@ -45,7 +45,7 @@ class GuardedServer:
                 stdout=self._log,
                 stderr=self._log,
                 start_new_session=True,
-                pass_fds=[lock.fileno()] if lock else [],
+                pass_fds=[each.fileno() for each in locks],
             )
         except OSError:
             shutil.rmtree(scratch, ignore_errors=True)

@@ -1,7 +1,8 @@
 """Client of a server with token ids in the OpenAI completions API: Triplane's, or vLLM.
 
 Only connection faults are retried, a limited number of times, with jitter. Every request contains its seed, so a
-repetition at Triplane's server gives the same tokens. Start vLLM with `--logprobs-mode processed_logprobs`, else its
+repetition at Triplane's server gives the same tokens. Other servers count random numbers from a request's first token,
+so each turn of an episode gets another seed there. Start vLLM with `--logprobs-mode processed_logprobs`, else its
 logprobs ignore the temperature.
 """
 
@@ -24,7 +25,7 @@ from inference.engines.base import (
 )
 from inference.engines.config import CONNECTIONS, RETRIES, TIMEOUT_S
 from inference.engines.http import JsonClient
-from inference.engines.seeds import SEED_BITS
+from inference.engines.seeds import mixed_seed
 from inference.errors import EngineError, StaleVersion
 
 OWNER = "triplane"
@@ -94,7 +95,7 @@ class OpenAIEngine:
         if await self._is_ours():
             body["policy_version"] = self._version
         else:
-            body |= {"seed": params.seed & SEED_BITS, "top_k": -1}
+            body |= {"seed": mixed_seed(params.seed, len(prompt_ids)), "top_k": -1}
         return body
 
     async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> list[float]:

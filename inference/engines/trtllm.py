@@ -151,7 +151,7 @@ class TrtllmEngine(StreamsWhole):
                 await self._retire(old)
                 old = None
             port = free_port()
-            child = GuardedServer(self._command(served, port), self._environment, None)
+            child = GuardedServer(self._command(served, port), self._environment)
             new = _Server(self._config, f"127.0.0.1:{port}", child)
         try:
             await new.prove(prepared, served, int(self._files.config()["max_position_embeddings"]))

@@ -39,7 +39,7 @@ from inference.engines.seeds import mixed_seed
 from inference.engines.vllm_keeper import HEALTH_S, VllmKeeper
 from inference.engines.vllm_update import Policy, is_asleep, load_policy, prove_policy, score, served_version, serves
 from inference.errors import EngineError, EngineStopped, EngineUnreachable, RequestTooLong, StaleVersion, WeightsDiffer
-from inference.grammar.compiled import Vocabulary
+from inference.grammar.compiled import Vocabulary, compiled_async
 from inference.grammar.replay import with_supports
 
 _REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
@@ -151,16 +151,18 @@ class VllmEngine:
         return client, {"token_ids": tokens, "sampling_params": sampling, "cache_salt": self._version}
 
     async def _made(self, answer: dict[str, Any], params: SamplingParams) -> Completion:
-        """The completion in an answer, its versions proven."""
+        """The completion in an answer, its versions proven; under a grammar with what that left to draw from, which
+        vLLM does not return. Raises EngineError.
+        """
         completion = self._completion(answer, routed=params.routing_from is not None)
         if params.grammar is None:
             return completion
-        return await asyncio.to_thread(self._with_supports, completion, params)
+        vocabulary = await asyncio.to_thread(self._vocabulary)
+        await compiled_async(params.grammar, vocabulary, params.stop_token_ids)
+        return await asyncio.to_thread(with_supports, completion, params, vocabulary)
 
-    def _with_supports(self, completion: Completion, params: SamplingParams) -> Completion:
-        """The completion with what its grammar left to draw from, which vLLM does not return. Raises EngineError."""
-        vocabulary = Vocabulary.of(self._files.file("tokenizer.json"), self._files.config()["vocab_size"])
-        return with_supports(completion, params, vocabulary)
+    def _vocabulary(self) -> Vocabulary:
+        return Vocabulary.of(self._files.file("tokenizer.json"), self._files.config()["vocab_size"])
 
     async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> list[float]:
         """See Engine.score. Only at temperature 1, and for one token less than the context length."""

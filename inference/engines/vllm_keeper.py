@@ -49,12 +49,12 @@ class VllmKeeper:
         Returns its address.
         """
         await asyncio.to_thread(self.stop)
-        lock = await self._devices() if self.device == "gpu" else None
+        locks = await self._devices() if self.device == "gpu" else []
         try:
-            self._server = VllmServer(self._config, self.device, directory, lock)
+            self._server = VllmServer(self._config, self.device, directory, locks)
         finally:
-            if lock is not None:
-                lock.close()
+            for each in locks:
+                each.close()
         _log.info("vLLM is starting on %s for %s", directory, self.note)
         try:
             await self._until_healthy(self._server)
@@ -107,12 +107,12 @@ class VllmKeeper:
         """End of the server's log."""
         return self._server.last_words() if self._server is not None else "it was stopped"
 
-    async def _devices(self) -> IO[str]:
+    async def _devices(self) -> list[IO[str]]:
         deadline = time.monotonic() + self._config.startup_timeout_s
         while True:
-            lock = lock_devices(self._config, self.note)
-            if lock is not None:
-                return lock
+            locks = lock_devices(self._config, self.note)
+            if locks is not None:
+                return locks
             if time.monotonic() > deadline:
                 raise EngineError(
                     f"GPUs {list(self._config.devices) or 'of this machine'} are held by {devices_owner(self._config)}:"

@@ -7,6 +7,8 @@ import json
 import os
 import subprocess
 import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Literal
 
@@ -104,38 +106,60 @@ def server_environment(config: VllmConfig, device: Device, directory: Path, scra
 class VllmServer(GuardedServer):
     """A running server with its guard, which ends with this process."""
 
-    def __init__(self, config: VllmConfig, device: Device, directory: Path, lock: IO[str] | None) -> None:
-        """lock: an open lock file of the server's GPUs, held until the last process of the server is gone."""
+    def __init__(self, config: VllmConfig, device: Device, directory: Path, locks: Sequence[IO[str]] = ()) -> None:
+        """locks: open lock files of the server's GPUs, held until the last process of the server is gone."""
         port = free_port()
         self.address = f"http://127.0.0.1:{port}"
         command = server_command(config, device, directory, port)
-        super().__init__(command, lambda scratch: server_environment(config, device, directory, scratch), lock)
+        super().__init__(command, lambda scratch: server_environment(config, device, directory, scratch), locks)
 
 
-def lock_devices(config: VllmConfig, note: str) -> IO[str] | None:
-    """Lock the GPUs for one server. Returns None if another server holds them; `note` names the holder to others."""
-    file = _lock_file(config).open("a+")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        return None
-    file.truncate(0)
-    file.write(json.dumps({"process": os.getpid(), "note": note}))
-    file.flush()
-    return file
+def lock_devices(config: VllmConfig, note: str) -> list[IO[str]] | None:
+    """Lock the GPUs for one server, until the files are closed. Returns None if another server holds one of them;
+    `note` names the holder to others.
+    """
+    locked: list[IO[str]] = []
+    for path, operation in _locks(config):
+        file = path.open("a+")
+        locked.append(file)
+        try:
+            fcntl.flock(file, operation | fcntl.LOCK_NB)
+        except BlockingIOError:
+            for each in locked:
+                each.close()
+            return None
+        if operation == fcntl.LOCK_EX:
+            file.truncate(0)
+            file.write(json.dumps({"process": os.getpid(), "note": note}))
+            file.flush()
+    return locked
 
 
 def devices_owner(config: VllmConfig) -> str:
-    """Holder of the GPUs, for an error message."""
-    try:
-        found = json.loads(_lock_file(config).read_text())
-        return f"process {found['process']} ({found['note']})"
-    except (OSError, ValueError, KeyError):
-        return "another process"
+    """A holder of the GPUs, for an error message."""
+    paths = [path for path, _ in _locks(config)] if config.devices else sorted(_lock_folder().glob("*.lock"))
+    for path in paths:
+        with path.open("a+") as file, suppress(ValueError, KeyError):
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                found = json.loads(path.read_text())
+                return f"process {found['process']} ({found['note']})"
+    return "another process"
 
 
-def _lock_file(config: VllmConfig) -> Path:
+def _locks(config: VllmConfig) -> list[tuple[Path, int]]:
+    """Lock files of the GPUs, and how each is locked: one for each GPU, and one for all, which whoever names theirs
+    shares.
+    """
+    folder = _lock_folder()
+    if not config.devices:
+        return [(folder / "all.lock", fcntl.LOCK_EX)]
+    own = [(folder / f"{each}.lock", fcntl.LOCK_EX) for each in sorted(set(config.devices))]
+    return [(folder / "all.lock", fcntl.LOCK_SH), *own]
+
+
+def _lock_folder() -> Path:
     folder = Path(tempfile.gettempdir()) / f"triplane-gpus-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
-    return folder / f"{'-'.join(str(each) for each in config.devices) or 'all'}.lock"
+    return folder

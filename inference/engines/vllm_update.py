@@ -61,8 +61,8 @@ async def load_policy(client: JsonClient, policy: Policy, drain_s: float, *, asl
     """
     mark = fresh_mark(policy.version)
     update = _Update(client, policy, mark, loaded=mark)
-    await pause(client, drain_s)
     try:
+        await pause(client, drain_s)
         await _mark(client, mark)
         if asleep:
             await client.call("POST", "/wake_up", tags="weights")

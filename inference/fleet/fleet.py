@@ -209,7 +209,7 @@ class Fleet:
             }
             decision = self.pools.choose(wanted, full, versions)
         if decision is None:
-            if not tried:
+            if not tried and (versions is None or not self.serving):  # another replica would lack the version, too
                 self._refused.append(now)
             return None
         pool = self.pools.of(decision.replica)

@@ -53,17 +53,18 @@ Load = Callable[[str], Awaitable[None]]
 
 
 async def roll(client: FleetClient, version: str, load: Load, rollout: Rollout, say: Callable[[str], None]) -> None:
-    """Update every replica that is asked and serves another version; those that drain or are away stay as they are.
+    """Update every replica that serves another version, or none because an earlier update did not end; those that drain
+    or are away stay as they are.
 
     say: told of each step. Raises FleetError after the first replica that can't be updated; the others keep their
     version, and those being updated are finished before.
     """
     rows = (await client.state())["replicas"]
-    left = [row for row in rows if row["version"] != version and row["state"] in ("serving", "faulty", "ejected")]
+    left = [row for row in rows if row["version"] != version and row["drain"] is None and row["state"] != "away"]
     asked = [row for row in rows if row["state"] == "serving"]
     for row in rows:
         if row not in left and row["version"] != version:
-            say(f"{row['url']} is {row['state']}: left as it is")
+            say(f"{row['url']} is {'away' if row['state'] == 'away' else 'draining'}: left as it is")
     if rollout.at_once >= len(asked) > 1:
         raise ConfigError(
             f"--at-once={rollout.at_once}: must be less than the {len(asked)} replicas that serve, so that one does"
@@ -132,7 +133,8 @@ class _Roll:
             state = await self._client.state()
             row = row_of(state, url)
             others = [each for each in state["replicas"] if each["version"] == row["version"] and each["url"] != url]
-            last = bool(row["version"]) and not any(each["state"] == "serving" for each in others)
+            is_version = bool(row["version"]) and row["state"] != "updating"
+            last = is_version and not any(each["state"] == "serving" for each in others)
             hold = _Hold(self._client, url)
             await hold.begin(self._rollout.sessions_s if last else 0.0)
         holding = asyncio.create_task(hold.renewed())

@@ -6,16 +6,19 @@ passes there is compiled again here, in about the same time.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import json
 import resource
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tokenizers import Tokenizer
 
@@ -26,6 +29,13 @@ SECONDS = 60
 """Processor time that compiling may take."""
 BYTES = 16 << 30
 """Address space of the compiling process; loading the libraries takes about 3 GiB of it."""
+KEPT = 64
+"""Compiled grammars that are kept, and refused ones."""
+REFUSED_S = 300.0
+"""Seconds for which a refusal is kept. Not for ever: the machine may have had no memory left."""
+T = TypeVar("T")
+_compiler = ThreadPoolExecutor(1, "grammars")
+"""Compiles new grammars, one at a time."""
 _lock = threading.Lock()
 
 
@@ -72,19 +82,63 @@ def _vocabulary(text: str, size: int) -> Vocabulary:
     return Vocabulary(tuple(tokens), size)
 
 
+_Key = tuple[str, Vocabulary, tuple[int, ...]]
+_done: dict[_Key, Any] = {}
+_refused: dict[_Key, tuple[float, str]] = {}
+"""Until when, and why."""
+
+
 def compiled(grammar: str, vocabulary: Vocabulary, stops: Sequence[int]) -> Any:
-    """xgrammar's CompiledGrammar of a structural tag, as JSON text; the last 64 are kept. May take seconds.
+    """xgrammar's CompiledGrammar of a structural tag, as JSON text; the last KEPT are kept. A new one may take seconds,
+    and waits for other new ones.
 
     Raises EngineError for a grammar that is invalid, or exceeds SECONDS or BYTES.
     """
-    with _lock:  # one trial for each grammar, whoever asks first
-        return _compiled(grammar, vocabulary, tuple(sorted(stops)))
+    key = grammar, vocabulary, tuple(sorted(stops))
+    found = _known(key)
+    return _compiler.submit(_compiled, key).result() if found is None else found
 
 
-@functools.lru_cache(64)
-def _compiled(grammar: str, vocabulary: Vocabulary, stops: tuple[int, ...]) -> Any:
-    _try(grammar, vocabulary, stops)
-    return _compile(grammar, vocabulary, stops)
+async def compiled_async(grammar: str, vocabulary: Vocabulary, stops: Sequence[int]) -> Any:
+    """`compiled`. Callers that wait take no thread of asyncio's pool, which others need."""
+    key = grammar, vocabulary, tuple(sorted(stops))
+    found = _known(key)
+    return await asyncio.wrap_future(_compiler.submit(_compiled, key)) if found is None else found
+
+
+def _compiled(key: _Key) -> Any:
+    found = _known(key)  # compiled while this waited
+    if found is not None:
+        return found
+    try:
+        _try(*key)
+    except EngineError as error:
+        _keep(_refused, key, (time.monotonic() + REFUSED_S, str(error)))
+        raise
+    found = _compile(*key)
+    _keep(_done, key, found)
+    return found
+
+
+def _known(key: _Key) -> Any:
+    """What is kept of a grammar; None: nothing. Raises EngineError if it was refused."""
+    found = _done.get(key)
+    if found is not None:
+        _keep(_done, key, found)
+        return found
+    until, reason = _refused.get(key, (0.0, ""))
+    if time.monotonic() < until:
+        raise EngineError(reason)
+    return None
+
+
+def _keep(kept: dict[_Key, T], key: _Key, value: T) -> None:
+    """Keep the newest KEPT."""
+    with _lock:
+        kept.pop(key, None)
+        kept[key] = value
+        if len(kept) > KEPT:
+            del kept[next(iter(kept))]
 
 
 def _compile(grammar: str, vocabulary: Vocabulary, stops: Sequence[int]) -> Any:

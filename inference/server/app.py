@@ -168,10 +168,10 @@ class Application:
             yield answer | {"choices": [], "usage": _usage(len(prompt), made)}
 
     async def _score(self, body: ScoreRequest, pin: str | None) -> dict[str, Any]:
-        await self._check_version(body.policy_version)
-        before = await self._engine.version()
+        before = await self._check_version(body.policy_version, pin)
         logprobs = await self._engine.score(body.token_ids, body.temperature)
-        await self._check_version(pin)
+        if await self._engine.version() != before:
+            raise StaleVersion(f"policy {before} was replaced while it scored: repeat the call")
         return {"object": "score", "logprobs": logprobs, "policy_version": before}
 
     async def _load(self, body: LoadRequest, pin: str | None) -> dict[str, Any]:
@@ -202,10 +202,15 @@ class Application:
         seed = secrets.randbits(63) if body.seed is None else body.seed
         return SamplingParams(body.temperature, count, seed, stops)
 
-    async def _check_version(self, wanted: str | None) -> None:
+    async def _check_version(self, *wanted: str | None) -> str:
+        """The served version. Raises StaleVersion if another one is wanted."""
         serving = await self._engine.version()
-        if wanted is not None and wanted != serving:
-            raise StaleVersion(f"policy {wanted} was requested, but {serving} is served: load it with /v1/load_weights")
+        for each in wanted:
+            if each is not None and each != serving:
+                raise StaleVersion(
+                    f"policy {each} was requested, but {serving} is served: load it with /v1/load_weights"
+                )
+        return serving
 
     def _text(self) -> ChatTokenizer:
         if self._tokenizer is None:

@@ -7,22 +7,29 @@ import errno
 import os
 import random
 import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from contracts.pb import bridge_pb2 as pb
+from inference.bridge import journal as journal_module
 from inference.bridge import replay
 from inference.bridge.checks import Limits, check_start
 from inference.bridge.episode import Episode
 from inference.bridge.errors import JournalError
 from inference.bridge.hosted.state import Final, Hosted, Place, Sent
 from inference.bridge.journal import MAGIC, Frame, Journal, frame, split
+from inference.bridge.metrics import Counts
+from inference.bridge.registry import Bounds, Registry
 from inference.bridge.replay import Kind
+from inference.bridge.sessions import Sessions
+from inference.engines.delegating import DelegatingEngine
 from tests.bridge.bridge_harness import ids, new_id, start_request
 
 Said = tuple[int, int, bytes]
+LIMITS = Limits(96, 256)
 
 
 def read(folder: Path) -> list[Said]:
@@ -102,6 +109,83 @@ def test_full_disk_leaves_the_journal_as_it_was(tmp_path: Path, monkeypatch: pyt
     assert read(tmp_path) == [(1, 1, b"kept"), (1, 3, b"kept too")]
 
 
+def full(fd: int, data: bytes) -> int:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_full_disk_at_the_start_is_an_error_of_the_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = Journal(tmp_path)
+    monkeypatch.setattr("inference.bridge.journal.os.write", full)
+    with pytest.raises(JournalError, match="free some space"):
+        list(journal.read())
+    journal.close()
+
+
+async def synced(journal: Journal, condition: Callable[[], bool]) -> None:
+    """Run `Journal.sync` until a condition holds."""
+    syncing = asyncio.create_task(journal.sync())
+    deadline = time.monotonic() + 20
+    while not condition() and time.monotonic() < deadline:
+        await asyncio.sleep(0.01)
+    syncing.cancel()
+    assert condition()
+
+
+def segments_in(folder: Path) -> list[int]:
+    return sorted(int(path.stem) for path in folder.glob("*.journal"))
+
+
+def test_full_disk_while_cleaning_loses_no_handle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = Journal(tmp_path, segment_bytes=256)
+    list(journal.read())
+    journal.append(1, 7, b"kept")
+    for handle in range(100, 112):
+        journal.append(1, handle, bytes(250))
+        journal.forget(handle)
+
+    def clean() -> None:
+        journal.clean(lambda handle: [frame(1, handle, b"kept")])
+
+    with monkeypatch.context() as patched:
+        patched.setattr("inference.bridge.journal.os.write", full)
+        with pytest.raises(JournalError, match="free some space"):
+            clean()
+    clean()
+    asyncio.run(synced(journal, lambda: 1 not in segments_in(tmp_path)))
+    journal.close()
+    assert [(handle, payload) for _, handle, payload in read(tmp_path) if handle == 7] == [(7, frame(1, 7, b"kept"))]
+
+
+def test_segments_are_deleted_in_order_after_a_failed_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal, real = Journal(tmp_path, segment_bytes=64), journal_module._sync
+    list(journal.read())
+    synced_fds: list[set[int]] = []
+
+    def failing(descriptors: Sequence[int], unneeded: Sequence[Path]) -> None:
+        synced_fds.append(set(descriptors))
+        if len(synced_fds) == 1:
+            raise OSError(errno.EIO, "Input/output error")
+        real(descriptors, unneeded)
+
+    def passing(handle: int) -> None:
+        """Fill a segment with what counts no more."""
+        journal.append(1, handle, bytes(64))
+        journal.forget(handle)
+        journal.clean(lambda handle: [])
+
+    async def run() -> None:
+        for handle in range(3):
+            passing(handle)
+        await synced(journal, lambda: len(synced_fds) == 1)
+        passing(3)
+        await synced(journal, lambda: segments_in(tmp_path) == [4])
+
+    monkeypatch.setattr(journal_module, "_sync", failing)
+    asyncio.run(run())
+    assert synced_fds[0] < synced_fds[1], "what was not synced is synced by the next batch"
+    journal.close()
+
+
 def bytes_in(folder: Path) -> int:
     """Bytes of a journal, whose files may be deleted meanwhile."""
     total = 0
@@ -152,7 +236,7 @@ def test_disk_use_stays_bounded_and_nothing_that_counts_is_lost(tmp_path: Path) 
 def episode_of_two_turns() -> tuple[Episode, list[bytes]]:
     """An episode, and the frames that made it."""
     request = start_request(new_id(), group_id="g", labels={"task_id": "t"}, rule=pb.FOLLOW)
-    episode = Episode("owner", request, check_start(request, Limits(96, 256)), "v1", 60.0, 7)
+    episode = Episode("owner", request, check_start(request, LIMITS), "v1", 60.0, 7)
     frames = [frame(Kind.START, 7, replay.start_payload(episode, request))]
     for step, observed in ((1, []), (2, [9, 10])):
         message = pb.StepRequest(step=step, observation_ids=ids(observed))
@@ -185,7 +269,7 @@ def hosted_frames() -> list[bytes]:
     """Frames of a hosted episode after one replied turn and the calls of the next, and of its end."""
     request = start_request(new_id(), hosted=pb.HostedTask(task_id="t", task_digest="d"))
     request.sampling.temperature = 0.7
-    episode = Episode("owner", request, check_start(request, Limits(96, 256)), "v1", 60.0, 7)
+    episode = Episode("owner", request, check_start(request, LIMITS), "v1", 60.0, 7)
     results = pb.StepEnd(results=[pb.ToolResult(name="read", arguments="{}", ok=True, text="x")])
     reply = pb.StepEnd(results=results.results, observation_ids=ids([9]))
     place = Place(5.0, "key", "sandbox", "token", "unix:/s")
@@ -232,6 +316,75 @@ def test_snapshot_replaces_earlier_frames_and_later_ones_are_added() -> None:
     assert found.tokens == episode.tokens and found.ended == episode.ended
     assert not replay.replay([*before, snapshot, Frame(Kind.FORGET, 7, b"")])
     assert not replay.replay(before[1:]), "frames without a start are of a forgotten episode"
+
+
+def test_journal_is_cleaned_after_restarts_that_dropped_episodes(tmp_path: Path) -> None:
+    for start in range(6):
+        journal = Journal(tmp_path)
+        registry = Registry(Bounds(), journal, lambda episode: True, Counts())
+        if start == 0:
+            for _ in range(2):
+                request = start_request(new_id())
+                registry.add("owner", request, check_start(request, LIMITS), "v1", b"x" * 32).expires = 0.0
+        assert registry.open == (2 if start == 0 else 0)
+        registry.sweep()
+        if start < 5:
+            journal.close()
+    asyncio.run(synced(journal, lambda: segments_in(tmp_path) == [6]))
+    journal.close()
+
+
+def test_hosted_episode_that_a_full_disk_refused_is_started_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = start_request(new_id(), hosted=pb.HostedTask(task_id="t", task_digest="d"))
+    sampling, real, writes = check_start(request, LIMITS), os.write, []
+
+    def second(fd: int, data: bytes) -> int:
+        writes.append(data)
+        return real(fd, data) if len(writes) == 1 else full(fd, data)
+
+    def registered() -> tuple[Journal, Registry]:
+        journal = Journal(tmp_path)
+        return journal, Registry(Bounds(), journal, lambda episode: True, Counts())
+
+    journal, registry = registered()
+    with monkeypatch.context() as patched, suppress(JournalError):
+        patched.setattr("inference.bridge.journal.os.write", second)
+        registry.add("owner", request, sampling, "v1", b"x" * 32)
+    if registry.get("owner", request.episode_id) is None:
+        registry.add("owner", request, sampling, "v1", b"x" * 32)
+    journal.close()
+    journal, registry = registered()
+    assert registry.open == len(registry) == 1
+    journal.close()
+
+
+@pytest.mark.parametrize(("stops", "finish"), [((20,), pb.STOP), ((), pb.LENGTH)])
+def test_turn_cut_before_its_finish_ends_as_its_last_token_says(
+    tmp_path: Path, stops: tuple[int, ...], finish: int
+) -> None:
+    request = start_request(new_id(), sampling=pb.Sampling(max_tokens=2, stop_token_ids=stops))
+    episode = Episode("owner", request, check_start(request, LIMITS), "v1", 60.0, 7)
+    written(
+        tmp_path,
+        [
+            (Kind.START, 7, replay.start_payload(episode, request)),
+            (Kind.TURN, 7, pb.StepRequest(step=1).SerializeToString()),
+            (Kind.TOKENS, 7, replay.tokens_payload("v1", ids([1, 20]), ids([3, 4]))),
+        ],
+    )
+
+    async def resumed() -> None:
+        journal, woken = Journal(tmp_path), asyncio.Event()
+        sessions = Sessions(DelegatingEngine(None), LIMITS, Bounds(), journal)  # an engine that can't be asked
+        step = pb.StepRequest(episode_id=request.episode_id, step=1, from_token=2)
+        reader, event = sessions.step("owner", step, lambda _: woken.set()), pb.StepEvent()
+        await asyncio.wait_for(woken.wait(), 20)
+        assert reader.take(event) and (event.end.finish, event.end.tokens) == (finish, 2)
+        journal.close()
+
+    asyncio.run(resumed())
 
 
 @pytest.mark.parametrize("payload", [b"", b"123", b"\xff" * 60])

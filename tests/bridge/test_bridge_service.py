@@ -533,6 +533,29 @@ def test_leases_end_unless_something_is_asked_or_waited_for(policy: Path, tmp_pa
     asyncio.run(run())
 
 
+def test_leases_end_after_a_sweep_that_failed(
+    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def run() -> None:
+        async with builtin_bridge(policy, tmp_path, bounds=Bounds(lease_s=0.2)) as (client, bridge, _):
+            sweep, failures = bridge.sessions.sweep, [KeyError(7)]
+
+            def failing() -> None:
+                if failures:
+                    raise failures.pop()
+                sweep()
+
+            monkeypatch.setattr(bridge.sessions, "sweep", failing)
+            await client.start(start_request(new_id()))
+            deadline = time.monotonic() + 20
+            while bridge.sessions.open and time.monotonic() < deadline:
+                await asyncio.sleep(0.02)
+            assert bridge.sessions.open == 0 and not failures
+
+    asyncio.run(run())
+    assert "KeyError: 7" in caplog.text
+
+
 @pytest.mark.parametrize("durable", [False, True])
 def test_draining_bridge_starts_nothing_and_lets_turns_end(policy: Path, tmp_path: Path, durable: bool) -> None:
     async def run() -> None:

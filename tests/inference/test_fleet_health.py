@@ -22,11 +22,14 @@ from starlette.routing import Route
 
 from contracts.addresses import parse_addresses
 from inference.fleet import fleet as module
+from inference.fleet.client import FleetClient
 from inference.fleet.events import Event
+from inference.fleet.face import FleetFace
 from inference.fleet.fleet import Fleet
 from inference.fleet.health import Health, ejected
 from inference.fleet.pools import Pools, Wanted
 from inference.fleet.registry import Drain, Joined, LocalRegistry
+from inference.fleet.update import Rollout, roll
 from inference.router import Namespace, Router
 from tests.vllm.fleet_servers import free_port, until
 
@@ -266,6 +269,40 @@ async def test_the_last_replica_of_a_version_keeps_its_open_sessions_and_their_g
         fleet.end("mine")
         fleet.end("sibling")
         assert fleet.view().pinned == {} and asked("mine", "group") is None
+
+
+async def test_requests_of_a_version_that_is_gone_are_no_demand_for_replicas() -> None:
+    async with world(1) as found:
+        prompt = np.arange(64, dtype=np.int32)
+        assert found.chosen(1, pin="v0") == set() and found.fleet.choose(Wanted(prompt, 16), version="v0") is None
+        assert found.fleet.view().refused == 0
+        found.servers[0].end()
+        await found.fleet.check()
+        assert found.chosen(1) == found.chosen(1, pin="v1") == set()
+        assert found.fleet.view().refused == 2
+
+
+async def test_an_update_loads_into_replicas_that_an_interrupted_one_left_unproven() -> None:
+    async with world(3) as found, FleetClient("http://router") as client:
+        left, well, other = found.servers
+        left.version, other.version = "unproven:v2:5f", "unproven:v3:5f"
+        await found.registry.drain(other.url, Drain(token="d", sessions_s=60))
+        await found.fleet.check()
+        await found.fleet.sync()
+        face = Starlette(routes=FleetFace(found.fleet).routes())
+        client._http = httpx.AsyncClient(transport=httpx.ASGITransport(face))
+        loaded, said = list[str](), list[str]()
+
+        async def load(url: str) -> None:
+            (server,) = (each for each in found.servers if each.url == url)
+            loaded.append(url)
+            server.version = "v2"
+            await found.fleet.check()
+
+        await roll(client, "v2", load, Rollout(), said.append)
+        assert set(loaded) == {left.url, well.url} and found.chosen() == set(loaded)
+        assert f"{other.url} is draining: left as it is" in said, "another update may load it"
+        assert f"{left.url} drains" in said and f"{well.url} drains: the last one of v1" in said
 
 
 async def test_idle_sessions_end_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:

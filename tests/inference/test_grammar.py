@@ -6,6 +6,7 @@ import asyncio
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -278,6 +279,52 @@ def test_a_grammar_that_explodes_is_refused_in_bounded_time(policy: Path, monkey
             Vocabulary.of(policy / "tokenizer.json", SIZE),
             [2],
         )
+
+
+async def test_a_slow_grammar_holds_up_no_known_one_and_no_thread_of_the_pool(
+    engine: BuiltinEngine, tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ((prompt, params),) = requests(tokenizer, 1)
+    await engine.generate(prompt, params)
+    real, begun, go_on = compiling._try, threading.Event(), threading.Event()
+
+    def slow(*key: Any) -> None:
+        begun.set()
+        go_on.wait(60)
+        real(*key)
+
+    monkeypatch.setattr(compiling, "_try", slow)
+    new = replace(params, grammar=ENDLESS, stop_token_ids=(2, 3))
+    waiting = [asyncio.create_task(engine.generate(prompt, new)) for _ in range(40)]
+    try:
+        while not begun.is_set():
+            await asyncio.sleep(0.01)
+        assert (await asyncio.wait_for(engine.generate(prompt, params), 20)).token_ids
+        assert not any(each.done() for each in waiting)
+    finally:
+        go_on.set()
+    assert all(isinstance(each, EngineError) for each in await asyncio.gather(*waiting, return_exceptions=True))
+
+
+def test_a_refused_grammar_is_tried_once_in_a_while(policy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[str] = []
+
+    def refuse(grammar: str, *others: Any) -> None:
+        tried.append(grammar)
+        raise EngineError("takes more than 60 s")
+
+    def ask(times: int) -> None:
+        for _ in range(times):
+            with pytest.raises(EngineError, match="takes more than 60 s"):
+                compiled("costly", Vocabulary.of(policy / "tokenizer.json", SIZE), [2])
+
+    monkeypatch.setattr(compiling, "_try", refuse)
+    monkeypatch.setattr(compiling, "REFUSED_S", 0.0)
+    ask(2)
+    monkeypatch.undo()
+    monkeypatch.setattr(compiling, "_try", refuse)
+    ask(3)
+    assert len(tried) == 3
 
 
 def test_without_xgrammar_the_error_says_what_to_install() -> None:

@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,10 @@ from contracts.chat import SPECIAL_TOKENS, ChatTokenizer, ToolCallText
 from inference.engines import BuiltinConfig, OpenAIConfig, open_engine
 from inference.engines.base import SamplingParams, collect
 from inference.engines.builtin import BuiltinEngine
+from inference.engines.delegating import DelegatingEngine
 from inference.engines.openai import OpenAIEngine
 from inference.errors import EngineError, EngineUnreachable, RequestTooLong, StaleVersion
+from inference.server.app import Application
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 WORDS = 320
@@ -107,6 +109,34 @@ async def test_loading_weights_changes_scores_and_old_clients_are_refused(
         await old.generate([1], SamplingParams(1.0, 2, seed=0))
     for engine in (old, new, expected):
         await engine.close()
+
+
+class ReplacedEngine(DelegatingEngine):
+    """Loads another policy before it admits a score."""
+
+    def __init__(self, inner: BuiltinEngine, directory: Path) -> None:
+        super().__init__(inner)
+        self._directory = directory
+
+    async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> list[float]:
+        await self.inner.load_weights(self._directory, "second")
+        return await self.inner.score(token_ids, temperature)
+
+
+@pytest.mark.parametrize("pin", ["first", "second", None])
+async def test_a_score_at_a_reload_is_refused_instead_of_labeled_with_the_old_version(
+    tmp_path: Path, checkpoint_writer: Callable[..., Path], pin: str | None
+) -> None:
+    first, second = (checkpoint_writer(tmp_path / str(seed), seed) for seed in range(2))
+    engine = ReplacedEngine(BuiltinEngine(first, "first", threads=1), second)
+    application = Application(lambda directory, version: (engine, None), "policy")
+    await application.open(first, "first")
+    transport = httpx.ASGITransport(application.starlette())
+    headers = {} if pin is None else {"X-Policy-Version": pin}
+    async with httpx.AsyncClient(transport=transport, base_url="http://server/v1") as http:
+        reply = await http.post("/score", json={"token_ids": [1, 2, 3]}, headers=headers)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (409, "stale_policy_version")
+    await application.close()
 
 
 async def test_a_request_in_flight_at_a_reload_ends_with_both_versions(

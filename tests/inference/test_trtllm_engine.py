@@ -157,7 +157,7 @@ async def test_a_server_at_an_address_is_compared_and_never_ended(folders: tuple
     arguments = ("--grpc", "--host", "127.0.0.1", "--port", str(port), "--backend", "pytorch", "--tp_size", "1")
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
     command = [*PROGRAM, "serve", str(folders[0]), *arguments, "--max_seq_len", "256"]
-    running = GuardedServer(command, lambda scratch: environment, None)
+    running = GuardedServer(command, lambda scratch: environment)
     try:
         engine = opened(folders[0], address=f"127.0.0.1:{port}")
         assert (await engine.generate([1], PARAMS)).spans == [(FIRST, 0, 8)]

@@ -22,7 +22,7 @@ from pathlib import Path
 from inference.engines.config import VllmConfig
 from inference.engines.vllm_server import VllmServer
 config = VllmConfig(python=sys.executable, env={"PYTHONPATH": sys.argv[2]})
-server = VllmServer(config, "cpu", Path(sys.argv[1]), None)
+server = VllmServer(config, "cpu", Path(sys.argv[1]))
 print(server._guard.pid, flush=True)
 time.sleep(600)
 """

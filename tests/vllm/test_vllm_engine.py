@@ -111,6 +111,24 @@ async def test_an_update_pauses_loads_resets_compares_and_only_then_names_the_ve
     await engine.close()
 
 
+async def test_an_update_that_is_cancelled_while_it_pauses_lets_the_server_go_on(
+    keeper: VllmKeeper, policies: Policies
+) -> None:
+    engine = managed(keeper, policies)
+    await engine.version()
+    before = len(seen(keeper)["calls"])
+    tell(keeper, hold=1)
+    in_flight = asyncio.create_task(engine.generate([1, 2, 3], PARAMS))
+    update = asyncio.create_task(engine.load_weights(policies[1], SECOND))
+    while "pause mode=wait" not in seen(keeper)["calls"][before:]:
+        await asyncio.sleep(0.02)
+    update.cancel()
+    await asyncio.wait([update])
+    assert update.cancelled() and seen(keeper)["calls"][-1] == "resume"
+    assert (await in_flight).spans == [(FIRST, 0, 8)]
+    await engine.close()
+
+
 async def test_wrong_weights_are_refused_by_name_and_a_server_of_ours_is_started_again(
     keeper: VllmKeeper, policies: Policies, caplog: pytest.LogCaptureFixture
 ) -> None:

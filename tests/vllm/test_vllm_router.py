@@ -61,7 +61,7 @@ class RealServer:
         self._server = self._started()
 
     def _started(self) -> GuardedServer:
-        return GuardedServer(self._command, self._environment, None)
+        return GuardedServer(self._command, self._environment)
 
     def restart(self) -> None:
         self._server.stop()
