@@ -224,7 +224,7 @@ class Copies:
         if id(data) not in self._parsed:
             try:
                 self._parsed[id(data)] = Source(path, data, parse_python(data)).functions
-            except (SyntaxError, ValueError, RecursionError):
+            except (SyntaxError, ValueError):
                 self._parsed[id(data)] = []
         return self._parsed[id(data)]
 
