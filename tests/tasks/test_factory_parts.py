@@ -155,10 +155,13 @@ def test_failing_tests_are_cut_with_their_decorators_and_the_rest_stays() -> Non
         "import x\n\n\nclass TestA:\n    @deco\n    def test_a(self):\n        pass\n\n\ndef test_b():\n    assert 1\n"
     )
     tree = {"test_x.py": text.encode()}
-    cut = without_tests(tree, [planted("test_x.py::TestA::test_a", 5)])
+    cut = without_tests(tree, [placed("test_x.py::TestA::test_a", 5)])
     assert isinstance(cut, dict)
     assert cut["test_x.py"].decode() == "import x\n\n\nclass TestA:\n    pass\n\n\ndef test_b():\n    assert 1\n"
-    assert without_tests(tree, [planted("test_x.py::test_c", 8)]) == "a failing test can't be cut out of its file"
+    assert without_tests(tree, [placed("test_x.py::test_c", 8)]) == "a failing test can't be cut out of its file"
+    returns = {"test_x.py": b'X = """\r"""\n' + text.encode()}
+    found = without_tests(returns, [placed("test_x.py::test_b", 11)])
+    assert found == "a failing test can't be cut out of its file", "its lines can't be counted"
 
 
 def test_copies_of_a_function_are_found_wherever_they_are() -> None:
@@ -462,7 +465,7 @@ def screened(candidate: Candidate, file: str = "t.py") -> Screened:
     return Screened(candidate, {f"{file}::test": "assert 1 == 2"}, (f"{file}::test",), {file: 1}, file)
 
 
-def planted(name: str, line: int) -> TestFunction:
+def placed(name: str, line: int) -> TestFunction:
     return TestFunction(name, (name,), name.split("::")[0], line, 0.0)
 
 
