@@ -422,6 +422,12 @@ def test_wrong_source_is_one_clear_error(source: str, words: str, tmp_path: Path
     assert store.list("factory/") == []
 
 
+def test_archive_with_a_name_that_is_not_utf8_is_refused(tmp_path: Path, store: Store) -> None:
+    archive(tmp_path / "p-1.tar.gz", {"p-1/caf\udce9.py": b"x"})
+    with pytest.raises(TaskError, match="has a name that is not UTF-8"):
+        read_repository("pypi:p==1", store, wheelhouse=tmp_path)
+
+
 def test_archive_that_leads_out_of_its_folder_is_refused(tmp_path: Path, store: Store) -> None:
     archive(tmp_path / "p-1.tar.gz", {"p-1/../../x.py": b"x"})
     with pytest.raises(TaskError, match="lead out of it"):

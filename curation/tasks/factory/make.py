@@ -140,7 +140,7 @@ async def make_suite(
         "shares": {split.value: shares.get(split, 0) for split in DEFAULT_SHARES},
     }
     if REVERT in config.strategies and older is None:
-        settings["history"] = head_of(repository)
+        settings["history"] = head_of(repository.clone) if repository.clone else ""
     if config.model is not None:
         settings["model"] = config.model.name
     key = action_key("task_suite", {}, settings, FACTORY_VERSION)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import re
-import subprocess
 import tarfile
 import zipfile
 from collections.abc import Sequence
@@ -20,7 +19,16 @@ from curation.errors import TaskError
 from curation.tasks.factory.licences import licence_of
 from curation.tasks.factory.steps import recall_bytes
 from curation.tasks.importing.reading import MAX_BYTES
-from curation.tasks.importing.trees import LEFT_OUT, Tree, commit_tree, folder_tree, run_git
+from curation.tasks.importing.trees import (
+    LEFT_OUT,
+    Tree,
+    commit_entries,
+    entries_tree,
+    folder_tree,
+    objects_of,
+    run_git,
+    utf8_name,
+)
 
 DEFAULT_INDEX = "https://pypi.org/simple/"
 _BUILT = frozenset({"build", "dist", ".eggs", "htmlcov", "site-packages"})
@@ -69,11 +77,9 @@ def read_repository(
     return Repository(name, source, tree, licence_of(tree), clone)
 
 
-def head_of(repository: Repository) -> str:
-    """Id of the commit from which a repository's files were read; empty without a git repository."""
-    if repository.clone is None:
-        return ""
-    return run_git(["rev-parse", "HEAD"], repository.clone).stdout.decode().strip()
+def head_of(clone: Path) -> str:
+    """Id of the commit HEAD of a git repository; empty without one."""
+    return run_git(["rev-parse", "--quiet", "--verify", "HEAD"], clone).stdout.decode().strip()
 
 
 def _is_product(path: str) -> bool:
@@ -99,23 +105,19 @@ def _files(root: Path) -> list[Path]:
 
 def _head(source: str, clone: Path) -> Tree:
     """Files of the commit HEAD; changes that are not committed do not count."""
-    command = ["git", "-c", "safe.directory=*", "ls-tree", "-r", "-l", "-z", "HEAD"]
-    done = subprocess.run(command, cwd=clone, capture_output=True, check=False)
-    if done.returncode:
-        said = " ".join(done.stderr.decode(errors="replace").split())[:200]
-        raise TaskError(f"{source} has no commit to read ({said}): commit its files first")
-    total = 0
-    for entry in done.stdout.split(b"\0")[:-1]:
-        about, _, name = entry.partition(b"\t")
-        _, kind, _, size = about.split()
-        if kind == b"commit":
+    commit = head_of(clone)
+    if not commit:
+        raise TaskError(f"{source} has no commit to read: commit its files first")
+    with objects_of(clone) as objects:
+        entries = commit_entries(objects, commit)
+        submodule = next((each.path for each in entries if each.is_submodule), None)
+        if submodule is not None:
             raise TaskError(
-                f"{source} has the submodule {name.decode(errors='replace')}, which git does not store in it: make"
-                " tasks of a source distribution or of a folder that holds its files"
+                f"{source} has the submodule {submodule}, which git does not store in it: make tasks of a source"
+                " distribution or of a folder that holds its files"
             )
-        total += int(size)
-    _check_size(source, total)
-    return commit_tree(clone, "HEAD")
+        _check_size(source, sum(each.size for each in entries))
+        return entries_tree(objects, entries)
 
 
 def _check_size(source: str, size: int) -> None:
@@ -184,4 +186,4 @@ def _unpacked(source: str, data: bytes) -> Tree:
     inside = {str(PurePosixPath(*PurePosixPath(path).parts[1:])): content for path, content in tree.items()}
     if any(".." in PurePosixPath(path).parts or path.startswith("/") for path in tree):
         raise TaskError(f"the archive of {source} holds paths that lead out of it: it can't be used")
-    return {path: content for path, content in inside.items() if path != "."}
+    return {utf8_name(path): content for path, content in inside.items() if path != "."}

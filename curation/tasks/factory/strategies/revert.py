@@ -10,8 +10,9 @@ from pathlib import Path
 from contracts.syntax import parse_python
 from curation.errors import TaskError
 from curation.tasks.factory.functions import Function, is_product_file, parsed
+from curation.tasks.factory.source import head_of
 from curation.tasks.factory.strategies import Candidate, Context, Edit, changed_text, normalized
-from curation.tasks.importing.trees import Tree, patched_tree, run_git
+from curation.tasks.importing.trees import Tree, objects_of, patched_tree, run_git
 
 MOST_COMMITS = 300
 """Newest commits that are undone, one at a time; merges don't count."""
@@ -54,24 +55,27 @@ def _before(function: Function, data: bytes | None) -> Function | str:
 
 def _commits(context: Context, clone: Path) -> Iterator[Candidate]:
     options = ["--no-merges", "--no-show-signature", f"--max-count={MOST_COMMITS}", "--format=%H%x09%P%x09%s"]
-    for line in run_git(["log", *options, "HEAD"], clone).stdout.decode(errors="replace").splitlines():
-        commit, parent, subject = line.split("\t", 2)
-        found = _undone(context, clone, commit, parent) if parent else "has no parent in this clone"
-        if isinstance(found, str):
-            context.unused[f"{commit[:12]} {subject}"] = found
-        else:
-            yield found
+    with objects_of(clone) as objects:
+        log = run_git(["log", *options, head_of(clone)], objects).stdout.decode(errors="replace")
+        for line in log.split("\n")[:-1]:
+            commit, parent, subject = line.split("\t", 2)
+            found = _undone(context, objects, commit, parent) if parent else "has no parent in this clone"
+            if isinstance(found, str):
+                context.unused[f"{commit[:12]} {subject}"] = found
+            else:
+                yield found
 
 
-def _undone(context: Context, clone: Path, commit: str, parent: str) -> Candidate | str:
-    """Candidate that undoes a commit at HEAD, or the reason why there is none."""
+def _undone(context: Context, objects: Path, commit: str, parent: str) -> Candidate | str:
+    """Candidate that undoes a commit at HEAD, or the reason why there is none. objects: of `objects_of`."""
     options = ["--no-renames", "--no-ext-diff", "--no-textconv", "--no-color"]
     literal = {"GIT_LITERAL_PATHSPECS": "1"}
-    names = run_git(["diff", *options, "--name-only", "-z", parent, commit], clone).stdout.split(b"\0")[:-1]
+    names = run_git(["diff", *options, "--name-only", "-z", parent, commit], objects).stdout.split(b"\0")[:-1]
     paths = [path for name in names if is_product_file(path := name.decode(errors="replace"))]
     if not paths:
         return "changes no code of the product"
-    patch = run_git(["diff", *options, "--full-index", commit, parent, "--", *paths], clone, environment=literal).stdout
+    command = ["diff", *options, "--full-index", commit, parent, "--", *paths]
+    patch = run_git(command, objects, environment=literal).stdout
     before = {path: context.repository.tree[path] for path in paths if path in context.repository.tree}
     try:
         after = patched_tree(before, patch, "commit")
