@@ -369,6 +369,11 @@ def test_a_fault_of_one_ends_the_others() -> None:
         ({"pyproject.toml": b"[project]\nlicense = 'Apache-2.0 OR MIT'\n"}, "Apache-2.0 OR MIT"),
         ({"LICENSE": b"Permission is hereby granted,\nfree of charge, to any"}, "MIT"),
         ({"COPYING": b"GNU GENERAL PUBLIC LICENSE\nVersion 3"}, "GPL-3.0-only"),
+        ({"COPYING": b"GNU GENERAL PUBLIC LICENSE\n Version 2 GNU Lesser General Public License"}, "GPL-2.0-only"),
+        ({"COPYING": b"GNU GENERAL PUBLIC LICENSE Version 3 GNU AFFERO GENERAL PUBLIC LICENSE"}, "GPL-3.0-only"),
+        ({"COPYING": b"GNU LESSER GENERAL PUBLIC LICENSE\nVersion 2.1, February 1999"}, "LGPL-2.1-only"),
+        ({"LICENSE": b"Mozilla Public License Version 1.1 ... GNU General Public License"}, "MPL-1.1"),
+        ({"LICENSE": b"Permission is hereby granted, free of charge; GNU General Public License v2"}, "GPL-2.0-only"),
         ({"README.md": b"MIT"}, UNKNOWN),
     ],
 )
@@ -377,11 +382,18 @@ def test_licence_of_a_repository(tree: dict[str, bytes], licence: str) -> None:
 
 
 def test_copyleft_and_unknown_licences_need_permission() -> None:
-    for licence in ("MIT", "GPL-3.0-only OR MIT"):
+    for licence in ("MIT", "GPL-3.0-only OR MIT", "(GPL-3.0-only OR MIT) AND (Apache-2.0 OR MPL-2.0)"):
         check_licence("pack", licence, ())
     check_licence("pack", "GPL-3.0-only", ("GPL-3.0-only",))
     with pytest.raises(TaskError, match=r"--allow-license GPL-3\.0-only"):
         check_licence("pack", "GPL-3.0-only", ())
+    for licence in (
+        "GPL-3.0-only AND (MIT OR Apache-2.0)",
+        "(MIT OR GPL-3.0-only) AND GPL-3.0-only",
+        "GPL-2.0-only WITH Classpath-exception-2.0",
+    ):
+        with pytest.raises(TaskError, match="is not permissive"):
+            check_licence("pack", licence, ())
     with pytest.raises(TaskError, match=r"no known licence: .*--allow-license unknown"):
         check_licence("pack", UNKNOWN, ())
 
