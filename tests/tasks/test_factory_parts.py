@@ -6,10 +6,14 @@ import ast
 import asyncio
 import dataclasses
 import io
+import os
 import re
 import subprocess
 import tarfile
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 from hypothesis import given, settings
@@ -417,6 +421,37 @@ def test_archive_is_read_without_products(tmp_path: Path, store: Store) -> None:
     assert sorted(found.tree) == ["PKG-INFO", "pack/a.py"] and found.licence == "MIT"
     (tmp_path / "p-1.tar.gz").unlink()
     assert read_repository("pypi:p==1", store, wheelhouse=tmp_path).digest == found.digest, "kept in the store"
+
+
+def test_a_damaged_archive_is_not_kept_and_each_place_has_its_own(tmp_path: Path, store: Store) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    for folder, text in ((first, b"x = 1\n"), (second, b"x = 2\n")):
+        folder.mkdir()
+        archive(folder / "p-1.tar.gz", {"p-1/a.py": text, "p-1/noise": os.urandom(4000)})
+    whole = (first / "p-1.tar.gz").read_bytes()
+    for damaged in (whole[:2000], whole[:10] + b"\xff" * 100):
+        (first / "p-1.tar.gz").write_bytes(damaged)
+        with pytest.raises(TaskError, match=r"is damaged .*: delete it"):
+            read_repository("pypi:p==1", store, wheelhouse=first)
+    (first / "p-1.tar.gz").write_bytes(whole)
+    found = [read_repository("pypi:p==1", store, wheelhouse=each).tree["a.py"] for each in (first, second)]
+    assert found == [b"x = 1\n", b"x = 2\n"]
+
+
+def test_an_error_page_of_an_index_is_no_archive(tmp_path: Path, store: Store) -> None:
+    archive(tmp_path / "p-1.tar.gz", {"p-1/a.py": b"x = 1\n"})
+    (tmp_path / "simple/p").mkdir(parents=True)
+    (tmp_path / "simple/p/index.html").write_text('<a href="../../p-1.tar.gz">p-1.tar.gz</a>')
+    (tmp_path / "p-1.tar.gz").rename(tmp_path / "hidden")
+    handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        index = f"http://127.0.0.1:{server.server_port}/simple/"
+        with pytest.raises(TaskError, match=r"does not give p==1 .*404"):
+            read_repository("pypi:p==1", store, index=index)
+        (tmp_path / "hidden").rename(tmp_path / "p-1.tar.gz")
+        assert read_repository("pypi:p==1", store, index=index).tree == {"a.py": b"x = 1\n"}
+        server.shutdown()
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+import lzma
 import os
 import re
 import tarfile
 import zipfile
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -33,6 +35,8 @@ from curation.tasks.importing.trees import (
 DEFAULT_INDEX = "https://pypi.org/simple/"
 _BUILT = frozenset({"build", "dist", ".eggs", "htmlcov", "site-packages"})
 """Folders in the root that hold copies or products of the code; the agent gets none."""
+_DAMAGED = (tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, OSError, RuntimeError)
+"""What reading a damaged archive raises; RuntimeError: an encrypted zip file, or one of an unknown compression."""
 _PINNED = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)==(?P<version>[A-Za-z0-9.!+_-]+)")
 
 
@@ -63,8 +67,7 @@ def read_repository(
     Raises TaskError with the source and the fix.
     """
     if source.startswith("pypi:"):
-        name, data = _distribution(source.removeprefix("pypi:"), store, index, wheelhouse)
-        tree, clone = _unpacked(source, data), None
+        (name, tree), clone = _distribution(source, store, index, wheelhouse), None
     else:
         path = Path(source)
         if not path.is_dir():
@@ -127,24 +130,28 @@ def _check_size(source: str, size: int) -> None:
         )
 
 
-def _distribution(pin: str, store: Store, index: str | None, wheelhouse: Path | None) -> tuple[str, bytes]:
-    """Name and archive of a pinned source distribution. The archive is kept in the store."""
+def _distribution(source: str, store: Store, index: str | None, wheelhouse: Path | None) -> tuple[str, Tree]:
+    """Name and files of a pinned source distribution. The archive is kept in the store, for each place that has it."""
+    pin = source.removeprefix("pypi:")
     match = _PINNED.fullmatch(pin)
     if match is None:
         raise TaskError(f"pypi:{pin} does not pin a version: write e.g. pypi:toolz==1.0.0")
-    key = f"factory/distributions/{match['name'].lower()}-{match['version']}"
+    url = index or os.environ.get("UV_DEFAULT_INDEX") or os.environ.get("PIP_INDEX_URL") or DEFAULT_INDEX
+    place = digest_of(str(wheelhouse.resolve()) if wheelhouse else url)
+    key = f"factory/distributions/{match['name'].lower()}-{match['version']}-{place[:16]}"
     data = recall_bytes(store, key)
-    if data is None:
-        data = _download(pin, index, wheelhouse)
-        store.create(key, data, cached=True)
-    return match["name"], data
+    if data is not None:
+        return match["name"], _unpacked(source, data)
+    data = _download(pin, url, wheelhouse)
+    tree = _unpacked(source, data)
+    store.create(key, data, cached=True)
+    return match["name"], tree
 
 
-def _download(pin: str, index: str | None, wheelhouse: Path | None) -> bytes:
+def _download(pin: str, url: str, wheelhouse: Path | None) -> bytes:
     """Source archive, checked against the hash of the index. Nothing of it is run."""
     from unearth import PackageFinder
 
-    url = index or os.environ.get("UV_DEFAULT_INDEX") or os.environ.get("PIP_INDEX_URL") or DEFAULT_INDEX
     places: Sequence[str] = [str(wheelhouse)] if wheelhouse else []
     with_index = [] if wheelhouse else [url]
     finder = PackageFinder(index_urls=with_index, find_links=places, no_binary=[":all:"])
@@ -154,7 +161,12 @@ def _download(pin: str, index: str | None, wheelhouse: Path | None) -> bytes:
         if best is None:
             raise TaskError(f"{where} has no source distribution of {pin}: correct name and version")
         link = best.link
-        data = link.file_path.read_bytes() if link.is_file else finder.session.get(link.normalized).content
+        if link.is_file:
+            data = link.file_path.read_bytes()
+        else:
+            answer = finder.session.get(link.normalized)
+            answer.raise_for_status()
+            data = answer.content
     except TaskError:
         raise
     except Exception as error:
@@ -181,8 +193,9 @@ def _unpacked(source: str, data: bytes) -> Tree:
                 for each in members:
                     file = tar.extractfile(each)
                     tree[each.name] = file.read() if file else b""
-    except (tarfile.TarError, zipfile.BadZipFile, EOFError, OSError) as error:
-        raise TaskError(f"the archive of {source} is damaged ({error}): delete it from the index or folder") from None
+    except _DAMAGED as error:
+        said = " ".join(str(error).split())
+        raise TaskError(f"the archive of {source} is damaged ({said}): delete it from the index or folder") from None
     inside = {str(PurePosixPath(*PurePosixPath(path).parts[1:])): content for path, content in tree.items()}
     if any(".." in PurePosixPath(path).parts or path.startswith("/") for path in tree):
         raise TaskError(f"the archive of {source} holds paths that lead out of it: it can't be used")
