@@ -31,7 +31,7 @@ from curation.tasks.factory.screen import Screened, Screening, Substitute, scree
 from curation.tasks.factory.source import Repository, head_of, read_repository
 from curation.tasks.factory.splits import deal_files
 from curation.tasks.factory.steps import FACTORY_VERSION
-from curation.tasks.factory.strategies import Candidate, Context, asked, strategy_named
+from curation.tasks.factory.strategies import Candidate, Context, asked, installed_strategies, strategy_named
 from curation.tasks.factory.strategies.combine import combined
 from curation.tasks.importing.splits import DEFAULT_SHARES
 from curation.tasks.validate import ValidationReport
@@ -143,6 +143,8 @@ async def make_suite(
         settings["history"] = head_of(repository.clone) if repository.clone else ""
     if config.model is not None:
         settings["model"] = config.model.name
+    if installed := installed_strategies(config.strategies):
+        settings["installed"] = installed
     key = action_key("task_suite", {}, settings, FACTORY_VERSION)
     found = find_artifact(store, "task_suite", key)
     if found is not None:

@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
-from contracts.digests import digest_of
+from contracts.digests import digest_of, sha256
 from contracts.syntax import parse_python
 from curation.errors import TaskError
 from curation.tasks.factory.functions import Function, FunctionNode, Lines
@@ -106,16 +108,32 @@ Strategy = Callable[[Context], Iterable[Candidate]]
 
 def strategy_named(name: str) -> Strategy:
     """An installed strategy. Raises TaskError."""
-    found = {each.name: each.value for each in entry_points(group=GROUP)}
-    known = found | {each: f"{__name__}.{each}:candidates" for each in _OWN}
+    known = {each.name: each for each in entry_points(group=GROUP)} | {
+        each: EntryPoint(each, f"{__name__}.{each}:candidates", GROUP) for each in _OWN
+    }
     if name not in known:
         choice = ", ".join(sorted({*known, "combine", "rewrite", "feature"}))
         raise TaskError(f"no strategy is called {name!r}: choose of {choice}")
     try:
-        strategy: Strategy = EntryPoint(name, known[name], GROUP).load()
+        strategy: Strategy = known[name].load()
     except (ImportError, AttributeError) as error:
-        raise TaskError(f"the strategy {name} ({known[name]}) can't be loaded: {error}") from error
+        raise TaskError(f"the strategy {name} ({known[name].value}) can't be loaded: {error}") from error
     return strategy
+
+
+def installed_strategies(names: Iterable[str]) -> dict[str, str]:
+    """Digests of those strategies that are not of this package, by name: of the versions of their distributions, and of
+    the sources of the modules that define them.
+    """
+    found = {each.name: each for each in entry_points(group=GROUP) if each.name not in _OWN}
+    digests = {}
+    for name in sorted(found.keys() & set(names)):
+        spec, distribution = find_spec(found[name].module), found[name].dist
+        source = Path(spec.origin) if spec and spec.origin else Path()
+        code = source.read_bytes() if source.is_file() else b""
+        version = distribution.version if distribution else ""
+        digests[name] = digest_of([found[name].value, version, sha256(code)])
+    return digests
 
 
 def changed_text(function: Function, edits: Iterable[Edit]) -> str:
