@@ -18,21 +18,31 @@ from threading import Thread
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from import_sources import REPOSITORY, clone, planted, write
 
 from contracts.store import Store, open_store
 from contracts.tasks import Observed, Split
 from curation.errors import TaskError
 from curation.tasks.checks.proving import as_written
-from curation.tasks.factory.baseline import TestFunction
+from curation.tasks.factory.baseline import Baseline, TestFunction
 from curation.tasks.factory.choose import Caps, Distinct, Graders
 from curation.tasks.factory.functions import Function, Lines, Source, named_once, product_sources
 from curation.tasks.factory.leaks import MOST_NAMESAKES, Copies, standard_library, without_tests
 from curation.tasks.factory.licences import UNKNOWN, check_licence, licence_of
 from curation.tasks.factory.make import first_accepted
-from curation.tasks.factory.screen import Screened
-from curation.tasks.factory.source import Repository, read_repository
+from curation.tasks.factory.prove import changed_functions
+from curation.tasks.factory.screen import Screened, screen
+from curation.tasks.factory.source import Repository, head_of, read_repository
 from curation.tasks.factory.splits import deal_files
-from curation.tasks.factory.strategies import Candidate, Context, changed_text, strategy_named
+from curation.tasks.factory.strategies import (
+    Candidate,
+    Context,
+    Edit,
+    changed_text,
+    installed_strategies,
+    normalized,
+    strategy_named,
+)
 from curation.tasks.factory.strategies.combine import combined
 from curation.tasks.factory.strategies.mutate import mutants
 from curation.tasks.factory.text import holds_a_line, instruction_of
@@ -147,6 +157,63 @@ def test_combinations_are_of_bugs_that_the_same_test_file_grades() -> None:
     clamp, other = (next(iter(mutants(each, 0))) for each in list(functions_of(MODULE).values())[:2])
     assert not combined([screened(clamp, "a.py"), screened(other, "b.py")], 0, 10)
     assert combined([screened(clamp, "a.py"), screened(other, "a.py")], 0, 10)
+
+
+def test_combinations_share_no_helper_and_no_byte() -> None:
+    text = (
+        "def f(a):\n    b = a + 1\n    return _g(b) * 2\n\n\ndef _g(c):\n    d = c - 3\n    return d\n\n\n"
+        "def h(x):\n    y = x + 1\n    return y\n"
+    )
+    functions = functions_of(text)
+    context = Context(repository({}), list(functions.values()), Lines({}), 0)
+    (reach,) = (each for each in strategy_named("remove")(context) if each.operator == "remove_reach")
+    helper, other = (next(mutants(functions[f"pack/core.py::{name}"], 0)) for name in ("_g", "h"))
+    assert not combined([screened(reach), screened(helper)], 0, 10)
+    (found,) = combined([screened(reach), screened(other)], 0, 10)
+    assert set(found.meta["functions"]) == set(functions)
+    ast.parse(found.apply({"pack/core.py": text.encode()})["pack/core.py"])
+    commit = Candidate("revert", "revert_commit", "pack/core.py::f", reach.edits, {"functions": sorted(functions)})
+    assert not combined([screened(commit), screened(other)], 0, 10)
+
+
+def test_every_function_that_a_bug_changes_is_one_of_its_functions() -> None:
+    functions = functions_of(MODULE + "\n\ndef last():\n    return 1\n")
+    clamp, get, last = functions.values()
+    lines = clamp.source.starts
+
+    def found(*spans: tuple[int, int]) -> list[Function]:
+        edits = tuple(Edit("pack/core.py", start, end, "") for start, end in spans)
+        return changed_functions(Candidate("revert", "revert_commit", clamp.key, edits), clamp.source)
+
+    assert found(clamp.body_span, last.body_span) == [clamp, last]
+    assert found((lines[clamp.last - 1], lines[get.first])) == [clamp, get], "one edit in two functions"
+    assert found((lines[get.first], lines[get.first])) == [get], "an insertion"
+    assert found((0, 3)) == []
+
+
+def test_candidates_change_the_file_of_their_function_alone() -> None:
+    functions = functions_of(MODULE)
+    edits = (Edit("pack/core.py", 0, 1, "x"), Edit("pack/other.py", 0, 1, "x"))
+    candidate = Candidate("mine", "mine", "pack/core.py::clamp", edits)
+    baseline = Baseline({}, {}, Lines({}))
+    found = asyncio.run(screen([candidate], functions, baseline, None, None))  # type: ignore[arg-type]
+    assert found.reasons == {"changes other files than its function's": 1}
+
+
+def test_installed_strategies_are_known_by_their_source_and_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    about = tmp_path / "mybugs-1.dist-info"
+    about.mkdir()
+    (about / "entry_points.txt").write_text("[triplane.strategies]\nmine = mybugs:candidates\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    found = []
+    for version, code in (("1", "[]"), ("1", "[]"), ("1", "()"), ("2", "()")):
+        (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: mybugs\nVersion: {version}\n")
+        (tmp_path / "mybugs.py").write_text(f"def candidates(context):\n    return {code}\n")
+        found.append(installed_strategies(["mutate", "mine"])["mine"])
+    assert found[0] == found[1] and len(set(found)) == 3
+    assert installed_strategies(["mutate", "remove"]) == {}
 
 
 def test_unknown_strategy_names_the_known_ones() -> None:
@@ -496,6 +563,33 @@ def test_git_repository_is_read_at_head_and_a_submodule_is_named(tmp_path: Path,
     git(repo, "commit", "-qm", "two")
     with pytest.raises(TaskError, match="submodule vendor/lib"):
         read_repository(str(repo), store)
+
+
+def test_neither_the_configuration_of_a_repository_nor_its_hooks_run(tmp_path: Path, store: Store) -> None:
+    commit, mark = clone(tmp_path / "repo"), tmp_path / "mark"
+    git(tmp_path / "repo", "commit", "-qm", "a commit\x0bon\u2028two lines", "--allow-empty")
+    planted(tmp_path / "repo", mark)
+    found = read_repository(str(tmp_path / "repo"), store)
+    assert sorted(found.tree) == sorted({*REPOSITORY, ".gitattributes"}) and head_of(tmp_path / "repo") != commit
+    context = Context(found, list(functions_of(MODULE).values()), Lines({}), 0)
+    assert list(strategy_named("revert")(context)) == []
+    assert set(context.unused.values()) == {"changes no code of the product", "has no parent in this clone"}
+    assert not mark.exists()
+
+
+def test_commits_that_change_several_files_are_named(tmp_path: Path, store: Store) -> None:
+    repo = tmp_path / "repo"
+    write(repo, {"a.py": MODULE, "b.py": MODULE})
+    git(repo, "init", "-q")
+    for text in (MODULE, MODULE.replace("value - high + 1", "value - high")):
+        write(repo, {"a.py": text, "b.py": text})
+        git(repo, "add", "-A")
+        git(repo, "commit", "-qm", "both")
+    found = read_repository(str(repo), store)
+    functions = named_once(product_sources(found.tree)[0])
+    context = Context(found, functions, Lines({}), 0)
+    assert list(strategy_named("revert")(context)) == []
+    assert sorted(context.unused.values()) == ["changes several files of the product", "has no parent in this clone"]
 
 
 def test_too_large_a_folder_is_named_before_it_is_read(tmp_path: Path, store: Store) -> None:

@@ -83,6 +83,12 @@ class Function:
         starts = self.source.starts
         return path == self.source.path and starts[self.first - 1] <= start and end <= starts[self.last]
 
+    def overlaps(self, path: str, start: int, end: int) -> bool:
+        """Whether some bytes of a file, or a place in it, are part of its lines."""
+        starts = self.source.starts
+        some = max(start, starts[self.first - 1]) < min(end, starts[self.last])
+        return (path == self.source.path and some) or self.encloses(path, start, end)
+
     @property
     def body(self) -> list[ast.stmt]:
         """Statements after the docstring."""

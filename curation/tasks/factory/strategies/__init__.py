@@ -54,7 +54,7 @@ class Candidate:
     function: str
     """path::qualname of the changed function; of the first one if there are several."""
     edits: tuple[Edit, ...]
-    """They do not overlap."""
+    """All of them change the function's file, since splits are dealt by file. They do not overlap."""
     meta: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property

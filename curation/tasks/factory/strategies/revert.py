@@ -16,6 +16,7 @@ from curation.tasks.importing.trees import Tree, objects_of, patched_tree, run_g
 
 MOST_COMMITS = 300
 """Newest commits that are undone, one at a time; merges don't count."""
+_MISSING = "has files that are not in this clone"
 
 
 def candidates(context: Context) -> Iterator[Candidate]:
@@ -69,26 +70,34 @@ def _commits(context: Context, clone: Path) -> Iterator[Candidate]:
 def _undone(context: Context, objects: Path, commit: str, parent: str) -> Candidate | str:
     """Candidate that undoes a commit at HEAD, or the reason why there is none. objects: of `objects_of`."""
     options = ["--no-renames", "--no-ext-diff", "--no-textconv", "--no-color"]
-    literal = {"GIT_LITERAL_PATHSPECS": "1"}
-    names = run_git(["diff", *options, "--name-only", "-z", parent, commit], objects).stdout.split(b"\0")[:-1]
-    paths = [path for name in names if is_product_file(path := name.decode(errors="replace"))]
+    names = run_git(["diff", *options, "--name-only", "-z", parent, commit], objects)
+    if names.returncode:
+        return _MISSING
+    paths = [path for name in names.stdout.split(b"\0")[:-1] if is_product_file(path := name.decode(errors="replace"))]
     if not paths:
         return "changes no code of the product"
-    command = ["diff", *options, "--full-index", commit, parent, "--", *paths]
-    patch = run_git(command, objects, environment=literal).stdout
-    before = {path: context.repository.tree[path] for path in paths if path in context.repository.tree}
+    if len(paths) > 1:  # a task of several files would tie their splits together
+        return "changes several files of the product"
+    (path,) = paths
+    literal = {"GIT_LITERAL_PATHSPECS": "1"}
+    patch = run_git(["diff", *options, "--full-index", commit, parent, "--", path], objects, environment=literal)
+    if patch.returncode:
+        return _MISSING
+    before = {path: context.repository.tree[path]} if path in context.repository.tree else {}
     try:
-        after = patched_tree(before, patch, "commit")
+        after = patched_tree(before, patch.stdout, "commit")
     except TaskError:
         return "does not apply to HEAD"
-    if not before.keys() == after.keys() == set(paths):
+    if not before.keys() == after.keys() == {path}:
         return "adds or removes a file"
     try:
-        if all(_syntax(before[path]) == _syntax(after[path]) for path in paths):
+        if _syntax(before[path]) == _syntax(after[path]):
             return "changes no code"
     except (SyntaxError, ValueError):
         return "leaves code that this Python can't read"
-    edits = tuple(edit for path in paths for edit in _edits(path, before[path], after[path]))
+    except RecursionError:
+        return "leaves code that is nested too deeply"
+    edits = tuple(_edits(path, before[path], after[path]))
     functions = dict.fromkeys(
         function.key for edit in edits for function in context.functions if function.encloses(edit.path, *edit.span)
     )
