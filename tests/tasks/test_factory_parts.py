@@ -471,13 +471,24 @@ def test_copyleft_and_unknown_licences_need_permission() -> None:
 
 def test_product_sources_leave_out_tests_and_name_what_they_can_not_read() -> None:
     tree = {"a.py": b"x = 1\n", "latin.py": b"# \xe9\n", "tests/helper.py": b"", "pack/test_a.py": b"", "bad.py": b"("}
-    sources, unused = product_sources(tree | {"dos.py": b"x = 1\r\n"})
+    deep = b"x = " + b"+".join([b"1"] * 5000)
+    sources, unused = product_sources(tree | {"dos.py": b"x = 1\r\n", "deep.py": deep})
     assert [each.path for each in sources] == ["a.py"]
     assert unused == {
         "bad.py": "this Python can't read it",
+        "deep.py": "this Python can't read it",
         "dos.py": "it has carriage returns",
         "latin.py": "it is not UTF-8",
     }
+
+
+def test_functions_that_are_nested_too_deeply_are_known() -> None:
+    chain = "".join(f"    elif x == {n}:\n        return {n}\n" for n in range(1, 340))
+    functions = functions_of(f"def f(x):\n    if x == 0:\n        return 0\n{chain}\n\ndef g(x):\n    return x + 1\n")
+    assert [each.qualname for each in functions.values() if each.is_deep] == ["f"]
+    assert normalized(functions["pack/core.py::f"].text) is None
+    within = "".join(f"if x:\n    def f{n}():\n        pass\nel" for n in range(300))
+    assert len(functions_of(f"{within}se:\n    pass\n")) == 300
 
 
 def test_archive_is_read_without_products(tmp_path: Path, store: Store) -> None:

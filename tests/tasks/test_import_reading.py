@@ -210,7 +210,12 @@ def test_an_id_given_twice_is_left_out_the_second_time(clones: tuple[Path, str],
 
 
 @pytest.mark.parametrize(
-    ("line", "said"), [("{oops", "line 2 is not JSON"), ("[1]", "line 2 is not an object but list")]
+    ("line", "said"),
+    [
+        ("{oops", "line 2 is not JSON"),
+        ("[1]", "line 2 is not an object but list"),
+        ("[" * 100_000, "line 2 is not JSON"),
+    ],
 )
 def test_a_damaged_file_is_refused_by_line(line: str, said: str, clones: tuple[Path, str], tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
@@ -221,6 +226,10 @@ def test_a_damaged_file_is_refused_by_line(line: str, said: str, clones: tuple[P
 
 FOLDERS = {
     "not YAML": ({"about": "a: ["}, "its task.yaml is not YAML"),
+    "no date": (
+        {"about": "instruction: x\nfinal_state: {kind: answer, rule: exact, expected: 2023-02-30}\n"},
+        "its task.yaml can't be read: day is out of range for month",
+    ),
     "unknown key": ({"about": "instruction: x\ntests: [a.py::t]\nreference: fix.patch\nhiden: []\n"}, "hiden"),
     "empty": ({"about": "\n"}, "its task.yaml is wrong at the file"),
     "no tests": (

@@ -148,7 +148,9 @@ def changed_text(function: Function, edits: Iterable[Edit]) -> str:
 
 
 def normalized(text: str) -> str | None:
-    """Syntax of a function's lines without positions and docstring; None if they are not one function."""
+    """Syntax of a function's lines without positions and docstring; None if they are not one function, or nested too
+    deeply.
+    """
     try:
         body = parse_python("if 1:\n" + text if text[:1].isspace() else text).body
     except (SyntaxError, ValueError):
@@ -158,4 +160,7 @@ def normalized(text: str) -> str | None:
         return None
     if ast.get_docstring(node, clean=False) is not None:
         node.body = node.body[1:]
-    return ast.dump(node)
+    try:
+        return ast.dump(node)
+    except RecursionError:
+        return None
