@@ -13,12 +13,29 @@ _TRIES = 5
 """A library may parse in another thread without this lock, so one call can still meet that error."""
 
 
+_MOST_LEVELS = 200
+"""`ast.dump` takes up to three frames a level, of the thousand that Python allows."""
+
+
 def parse_python(source: str | bytes) -> ast.Module:
-    """`ast.parse`, one call at a time, with its exceptions."""
-    with _ONE_AT_A_TIME:
-        for _ in range(_TRIES - 1):
-            try:
-                return ast.parse(source)
-            except SystemError:
-                continue
-        return ast.parse(source)
+    """`ast.parse`, one call at a time. Raises SyntaxError, also for source that is nested too deeply, or ValueError."""
+    try:
+        with _ONE_AT_A_TIME:
+            for _ in range(_TRIES - 1):
+                try:
+                    return ast.parse(source)
+                except SystemError:
+                    continue
+            return ast.parse(source)
+    except (RecursionError, MemoryError):
+        raise SyntaxError("nested too deeply") from None
+
+
+def is_deep(node: ast.AST) -> bool:
+    """Whether a tree is nested too deeply for what calls itself for each level, such as `ast.dump` and visitors."""
+    level = [node]
+    for _ in range(_MOST_LEVELS):
+        level = [child for each in level for child in ast.iter_child_nodes(each)]
+        if not level:
+            return False
+    return True

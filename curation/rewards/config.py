@@ -18,7 +18,7 @@ from curation.rewards.component import Component
 from curation.rewards.prompt import JUDGE_TEMPLATE, MODEL_TEMPLATE, check_template
 from curation.rewards.shapers import AnyShaper
 
-COMPONENTS_VERSION = "1"
+COMPONENTS_VERSION = "2"
 """Bump if a component's value may change for the same episode. Part of the rewards' key only if there are components.
 """
 

@@ -7,6 +7,7 @@ that inactivity earns nothing.
 from __future__ import annotations
 
 import json
+import posixpath
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from pathlib import PurePosixPath
 from typing import Any, Literal
 
 from contracts.tasks import Task
+from envd.tools import relative
 
 _RUNNER = re.compile(
     r"(?:^|[;&|(]\s*|\n\s*)(?:\w+=\S*\s+)*(?:\S*/)?(?:pytest|python[\d.]*\s+-m\s+(?:pytest|unittest))\b"
@@ -37,8 +39,9 @@ class Call:
 
     @property
     def path(self) -> str:
-        """Path that the call names, without a leading `./` or double slashes."""
-        return str(PurePosixPath(str(self.arguments.get("path", "."))))
+        """Path that the call names, from the workspace's root, as the tools understand it."""
+        path = relative(str(self.arguments.get("path", ".")))
+        return posixpath.normpath(f"/{path}")[1:] or "."
 
     @property
     def runs_tests(self) -> bool:

@@ -8,6 +8,7 @@ plane.
 
 from envd.tools.files import run_file_tool
 from envd.tools.output import MAX_OUTPUT_BYTES, Output
+from envd.tools.paths import relative
 from envd.tools.schemas import (
     ALL_TOOLS,
     DEFAULT_TOOLSET,
@@ -29,6 +30,7 @@ __all__ = [
     "Output",
     "ToolSpec",
     "check_arguments",
+    "relative",
     "run_file_tool",
     "toolset_named",
 ]

@@ -40,6 +40,14 @@ print(len(faults))
 """
 
 
+@pytest.mark.parametrize("source", ["x = " + "+".join(["a"] * 5000), "x = " + "-" * 20_000 + "1"])
+def test_source_that_is_nested_too_deeply_is_a_syntax_error(source: str) -> None:
+    with pytest.raises(SyntaxError, match="nested too deeply"):
+        syntax.parse_python(source)
+    assert syntax.is_deep(syntax.parse_python("x = " + "+".join(["a"] * 250)))
+    assert not syntax.is_deep(syntax.parse_python("x = " + "+".join(["a"] * 150)))
+
+
 def test_threads_can_parse_at_once() -> None:
     told = subprocess.run([sys.executable, "-c", THREADS], capture_output=True, text=True, check=True, timeout=300)
     assert told.stdout.strip() == "0"

@@ -87,6 +87,15 @@ def test_observed_tests_hold_none_of_their_expectations() -> None:
     assert [number for number in NUMBERS if str(number) not in wanted] == []
 
 
+@pytest.mark.parametrize("above", ['X = """\ra"""', 'X = """\r\ra"""', f"X = {'+'.join(['1'] * 5000)}"])
+def test_files_with_lone_carriage_returns_or_nested_too_deeply_stay_as_they_are(above: str) -> None:
+    files = {"test_it.py": f"{above}\n\n\ndef test_it():\n    assert X == 5010\n".encode()}
+    assert decoys.make(files, "seed") == [] and decoys.make_moved(files, "seed") == {}
+    assert observing.make(files).files == {} and observing.functions_of(files) == {}
+    ends = {path: data.replace(b"\n", b"\r\n") for path, data in FILES.items()}
+    assert len(decoys.make(ends, "seed")) == len(decoys.make(FILES, "seed"))
+
+
 def test_every_decoy_is_python_differs_from_the_test_and_is_the_same_again() -> None:
     versions = decoys.make(FILES, "seed")
     assert 2 <= len(versions) <= decoys.MOST_DECOYS

@@ -110,7 +110,7 @@ def test_model_prompt_and_temperature_change_the_request_key(
 def test_endpoint_address_and_key_are_in_no_action_key(server: JudgeServer) -> None:
     moved = judging(server, endpoint={"url": "https://judge/v1", "api_key_env": "JUDGE_KEY", "concurrency": 3})
     assert moved.slice() == judging(server).slice()
-    assert "endpoint" not in json.dumps(moved.slice()) and moved.slice()["components_version"] == "1"
+    assert "endpoint" not in json.dumps(moved.slice()) and moved.slice()["components_version"] == "2"
 
 
 @pytest.mark.parametrize(

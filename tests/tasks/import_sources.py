@@ -62,6 +62,32 @@ def clone(root: Path) -> str:
     return found.stdout.strip()
 
 
+def planted(clone: Path, mark: Path) -> None:
+    """Let the clone's configuration name programs wherever git takes one; each would make the file `mark`."""
+    command = f"sh -c 'touch {mark}; cat'"
+    config = {
+        "core": {"fsmonitor": command, "sshCommand": command, "pager": command, "repositoryFormatVersion": "1"},
+        'filter "x"': {"smudge": command, "clean": command, "required": "true"},
+        'diff "x"': {"textconv": command, "command": command},
+        "diff": {"external": command},
+        "gpg": {"program": command},
+        "log": {"showSignature": "true"},
+        "extensions": {"partialClone": "origin"},
+        'remote "origin"': {"url": f"ext::touch {mark}", "uploadpack": command, "promisor": "true"},
+        'protocol "ext"': {"allow": "always"},
+    }
+    folder = clone / ".git"
+    with (folder / "config").open("a") as file:
+        for section, values in config.items():
+            file.writelines([f"[{section}]\n", *(f'\t{key} = "{value}"\n' for key, value in values.items())])
+    for name in ("hooks", "info"):
+        (folder / name).mkdir(exist_ok=True)
+    for name in ("post-checkout", "post-index-change", "reference-transaction"):
+        (folder / "hooks" / name).write_text(f"#!/bin/sh\ntouch {mark}\n")
+        (folder / "hooks" / name).chmod(0o755)
+    (folder / "info/attributes").write_text("* filter=x diff=x\n")
+
+
 def row(commit: str, **changes: Any) -> dict[str, Any]:
     """One instance; FAIL_TO_PASS as text, as SWE-bench's own files have it."""
     return {

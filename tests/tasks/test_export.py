@@ -199,6 +199,20 @@ def test_existing_folder_and_a_suite_that_can_not_be_written_leave_everything_as
     assert not (tmp_path / "half").exists()
 
 
+def test_a_folder_replaces_the_one_that_a_link_names_but_not_the_current_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    with new_folder(tmp_path / "link") as folder:
+        (folder / "a").write_text("a")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "real/a").read_text() == "a"
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    with pytest.raises(TaskError, match="is the current folder"), new_folder(Path()):
+        raise AssertionError("no work is done")
+
+
 def harbor_task(root: Path, **changes: str) -> Path:
     """A small Harbor task as another project might write it."""
     files = {

@@ -6,29 +6,43 @@ import ast
 import asyncio
 import dataclasses
 import io
+import os
 import re
 import subprocess
 import tarfile
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from import_sources import REPOSITORY, clone, planted, write
 
 from contracts.store import Store, open_store
 from contracts.tasks import Observed, Split
 from curation.errors import TaskError
 from curation.tasks.checks.proving import as_written
-from curation.tasks.factory.baseline import TestFunction
+from curation.tasks.factory.baseline import Baseline, TestFunction
 from curation.tasks.factory.choose import Caps, Distinct, Graders
 from curation.tasks.factory.functions import Function, Lines, Source, named_once, product_sources
 from curation.tasks.factory.leaks import MOST_NAMESAKES, Copies, standard_library, without_tests
 from curation.tasks.factory.licences import UNKNOWN, check_licence, licence_of
 from curation.tasks.factory.make import first_accepted
-from curation.tasks.factory.screen import Screened
-from curation.tasks.factory.source import Repository, read_repository
+from curation.tasks.factory.prove import changed_functions
+from curation.tasks.factory.screen import Screened, screen
+from curation.tasks.factory.source import Repository, head_of, read_repository
 from curation.tasks.factory.splits import deal_files
-from curation.tasks.factory.strategies import Candidate, Context, changed_text, strategy_named
+from curation.tasks.factory.strategies import (
+    Candidate,
+    Context,
+    Edit,
+    changed_text,
+    installed_strategies,
+    normalized,
+    strategy_named,
+)
 from curation.tasks.factory.strategies.combine import combined
 from curation.tasks.factory.strategies.mutate import mutants
 from curation.tasks.factory.text import holds_a_line, instruction_of
@@ -145,6 +159,63 @@ def test_combinations_are_of_bugs_that_the_same_test_file_grades() -> None:
     assert combined([screened(clamp, "a.py"), screened(other, "a.py")], 0, 10)
 
 
+def test_combinations_share_no_helper_and_no_byte() -> None:
+    text = (
+        "def f(a):\n    b = a + 1\n    return _g(b) * 2\n\n\ndef _g(c):\n    d = c - 3\n    return d\n\n\n"
+        "def h(x):\n    y = x + 1\n    return y\n"
+    )
+    functions = functions_of(text)
+    context = Context(repository({}), list(functions.values()), Lines({}), 0)
+    (reach,) = (each for each in strategy_named("remove")(context) if each.operator == "remove_reach")
+    helper, other = (next(mutants(functions[f"pack/core.py::{name}"], 0)) for name in ("_g", "h"))
+    assert not combined([screened(reach), screened(helper)], 0, 10)
+    (found,) = combined([screened(reach), screened(other)], 0, 10)
+    assert set(found.meta["functions"]) == set(functions)
+    ast.parse(found.apply({"pack/core.py": text.encode()})["pack/core.py"])
+    commit = Candidate("revert", "revert_commit", "pack/core.py::f", reach.edits, {"functions": sorted(functions)})
+    assert not combined([screened(commit), screened(other)], 0, 10)
+
+
+def test_every_function_that_a_bug_changes_is_one_of_its_functions() -> None:
+    functions = functions_of(MODULE + "\n\ndef last():\n    return 1\n")
+    clamp, get, last = functions.values()
+    lines = clamp.source.starts
+
+    def found(*spans: tuple[int, int]) -> list[Function]:
+        edits = tuple(Edit("pack/core.py", start, end, "") for start, end in spans)
+        return changed_functions(Candidate("revert", "revert_commit", clamp.key, edits), clamp.source)
+
+    assert found(clamp.body_span, last.body_span) == [clamp, last]
+    assert found((lines[clamp.last - 1], lines[get.first])) == [clamp, get], "one edit in two functions"
+    assert found((lines[get.first], lines[get.first])) == [get], "an insertion"
+    assert found((0, 3)) == []
+
+
+def test_candidates_change_the_file_of_their_function_alone() -> None:
+    functions = functions_of(MODULE)
+    edits = (Edit("pack/core.py", 0, 1, "x"), Edit("pack/other.py", 0, 1, "x"))
+    candidate = Candidate("mine", "mine", "pack/core.py::clamp", edits)
+    baseline = Baseline({}, {}, Lines({}))
+    found = asyncio.run(screen([candidate], functions, baseline, None, None))  # type: ignore[arg-type]
+    assert found.reasons == {"changes other files than its function's": 1}
+
+
+def test_installed_strategies_are_known_by_their_source_and_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    about = tmp_path / "mybugs-1.dist-info"
+    about.mkdir()
+    (about / "entry_points.txt").write_text("[triplane.strategies]\nmine = mybugs:candidates\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    found = []
+    for version, code in (("1", "[]"), ("1", "[]"), ("1", "()"), ("2", "()")):
+        (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: mybugs\nVersion: {version}\n")
+        (tmp_path / "mybugs.py").write_text(f"def candidates(context):\n    return {code}\n")
+        found.append(installed_strategies(["mutate", "mine"])["mine"])
+    assert found[0] == found[1] and len(set(found)) == 3
+    assert installed_strategies(["mutate", "remove"]) == {}
+
+
 def test_unknown_strategy_names_the_known_ones() -> None:
     with pytest.raises(TaskError, match="'guess': choose of combine, feature, mutate, remove, revert, rewrite"):
         strategy_named("guess")
@@ -155,10 +226,13 @@ def test_failing_tests_are_cut_with_their_decorators_and_the_rest_stays() -> Non
         "import x\n\n\nclass TestA:\n    @deco\n    def test_a(self):\n        pass\n\n\ndef test_b():\n    assert 1\n"
     )
     tree = {"test_x.py": text.encode()}
-    cut = without_tests(tree, [planted("test_x.py::TestA::test_a", 5)])
+    cut = without_tests(tree, [placed("test_x.py::TestA::test_a", 5)])
     assert isinstance(cut, dict)
     assert cut["test_x.py"].decode() == "import x\n\n\nclass TestA:\n    pass\n\n\ndef test_b():\n    assert 1\n"
-    assert without_tests(tree, [planted("test_x.py::test_c", 8)]) == "a failing test can't be cut out of its file"
+    assert without_tests(tree, [placed("test_x.py::test_c", 8)]) == "a failing test can't be cut out of its file"
+    returns = {"test_x.py": b'X = """\r"""\n' + text.encode()}
+    found = without_tests(returns, [placed("test_x.py::test_b", 11)])
+    assert found == "a failing test can't be cut out of its file", "its lines can't be counted"
 
 
 def test_copies_of_a_function_are_found_wherever_they_are() -> None:
@@ -366,6 +440,11 @@ def test_a_fault_of_one_ends_the_others() -> None:
         ({"pyproject.toml": b"[project]\nlicense = 'Apache-2.0 OR MIT'\n"}, "Apache-2.0 OR MIT"),
         ({"LICENSE": b"Permission is hereby granted,\nfree of charge, to any"}, "MIT"),
         ({"COPYING": b"GNU GENERAL PUBLIC LICENSE\nVersion 3"}, "GPL-3.0-only"),
+        ({"COPYING": b"GNU GENERAL PUBLIC LICENSE\n Version 2 GNU Lesser General Public License"}, "GPL-2.0-only"),
+        ({"COPYING": b"GNU GENERAL PUBLIC LICENSE Version 3 GNU AFFERO GENERAL PUBLIC LICENSE"}, "GPL-3.0-only"),
+        ({"COPYING": b"GNU LESSER GENERAL PUBLIC LICENSE\nVersion 2.1, February 1999"}, "LGPL-2.1-only"),
+        ({"LICENSE": b"Mozilla Public License Version 1.1 ... GNU General Public License"}, "MPL-1.1"),
+        ({"LICENSE": b"Permission is hereby granted, free of charge; GNU General Public License v2"}, "GPL-2.0-only"),
         ({"README.md": b"MIT"}, UNKNOWN),
     ],
 )
@@ -374,24 +453,42 @@ def test_licence_of_a_repository(tree: dict[str, bytes], licence: str) -> None:
 
 
 def test_copyleft_and_unknown_licences_need_permission() -> None:
-    for licence in ("MIT", "GPL-3.0-only OR MIT"):
+    for licence in ("MIT", "GPL-3.0-only OR MIT", "(GPL-3.0-only OR MIT) AND (Apache-2.0 OR MPL-2.0)"):
         check_licence("pack", licence, ())
     check_licence("pack", "GPL-3.0-only", ("GPL-3.0-only",))
     with pytest.raises(TaskError, match=r"--allow-license GPL-3\.0-only"):
         check_licence("pack", "GPL-3.0-only", ())
+    for licence in (
+        "GPL-3.0-only AND (MIT OR Apache-2.0)",
+        "(MIT OR GPL-3.0-only) AND GPL-3.0-only",
+        "GPL-2.0-only WITH Classpath-exception-2.0",
+    ):
+        with pytest.raises(TaskError, match="is not permissive"):
+            check_licence("pack", licence, ())
     with pytest.raises(TaskError, match=r"no known licence: .*--allow-license unknown"):
         check_licence("pack", UNKNOWN, ())
 
 
 def test_product_sources_leave_out_tests_and_name_what_they_can_not_read() -> None:
     tree = {"a.py": b"x = 1\n", "latin.py": b"# \xe9\n", "tests/helper.py": b"", "pack/test_a.py": b"", "bad.py": b"("}
-    sources, unused = product_sources(tree | {"dos.py": b"x = 1\r\n"})
+    deep = b"x = " + b"+".join([b"1"] * 5000)
+    sources, unused = product_sources(tree | {"dos.py": b"x = 1\r\n", "deep.py": deep})
     assert [each.path for each in sources] == ["a.py"]
     assert unused == {
         "bad.py": "this Python can't read it",
+        "deep.py": "this Python can't read it",
         "dos.py": "it has carriage returns",
         "latin.py": "it is not UTF-8",
     }
+
+
+def test_functions_that_are_nested_too_deeply_are_known() -> None:
+    chain = "".join(f"    elif x == {n}:\n        return {n}\n" for n in range(1, 340))
+    functions = functions_of(f"def f(x):\n    if x == 0:\n        return 0\n{chain}\n\ndef g(x):\n    return x + 1\n")
+    assert [each.qualname for each in functions.values() if each.is_deep] == ["f"]
+    assert normalized(functions["pack/core.py::f"].text) is None
+    within = "".join(f"if x:\n    def f{n}():\n        pass\nel" for n in range(300))
+    assert len(functions_of(f"{within}se:\n    pass\n")) == 300
 
 
 def test_archive_is_read_without_products(tmp_path: Path, store: Store) -> None:
@@ -402,6 +499,37 @@ def test_archive_is_read_without_products(tmp_path: Path, store: Store) -> None:
     assert sorted(found.tree) == ["PKG-INFO", "pack/a.py"] and found.licence == "MIT"
     (tmp_path / "p-1.tar.gz").unlink()
     assert read_repository("pypi:p==1", store, wheelhouse=tmp_path).digest == found.digest, "kept in the store"
+
+
+def test_a_damaged_archive_is_not_kept_and_each_place_has_its_own(tmp_path: Path, store: Store) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    for folder, text in ((first, b"x = 1\n"), (second, b"x = 2\n")):
+        folder.mkdir()
+        archive(folder / "p-1.tar.gz", {"p-1/a.py": text, "p-1/noise": os.urandom(4000)})
+    whole = (first / "p-1.tar.gz").read_bytes()
+    for damaged in (whole[:2000], whole[:10] + b"\xff" * 100):
+        (first / "p-1.tar.gz").write_bytes(damaged)
+        with pytest.raises(TaskError, match=r"is damaged .*: delete it"):
+            read_repository("pypi:p==1", store, wheelhouse=first)
+    (first / "p-1.tar.gz").write_bytes(whole)
+    found = [read_repository("pypi:p==1", store, wheelhouse=each).tree["a.py"] for each in (first, second)]
+    assert found == [b"x = 1\n", b"x = 2\n"]
+
+
+def test_an_error_page_of_an_index_is_no_archive(tmp_path: Path, store: Store) -> None:
+    archive(tmp_path / "p-1.tar.gz", {"p-1/a.py": b"x = 1\n"})
+    (tmp_path / "simple/p").mkdir(parents=True)
+    (tmp_path / "simple/p/index.html").write_text('<a href="../../p-1.tar.gz">p-1.tar.gz</a>')
+    (tmp_path / "p-1.tar.gz").rename(tmp_path / "hidden")
+    handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        index = f"http://127.0.0.1:{server.server_port}/simple/"
+        with pytest.raises(TaskError, match=r"does not give p==1 .*404"):
+            read_repository("pypi:p==1", store, index=index)
+        (tmp_path / "hidden").rename(tmp_path / "p-1.tar.gz")
+        assert read_repository("pypi:p==1", store, index=index).tree == {"a.py": b"x = 1\n"}
+        server.shutdown()
 
 
 @pytest.mark.parametrize(
@@ -417,6 +545,12 @@ def test_wrong_source_is_one_clear_error(source: str, words: str, tmp_path: Path
         read_repository(source, store, wheelhouse=tmp_path)
     assert "\n" not in str(raised.value)
     assert store.list("factory/") == []
+
+
+def test_archive_with_a_name_that_is_not_utf8_is_refused(tmp_path: Path, store: Store) -> None:
+    archive(tmp_path / "p-1.tar.gz", {"p-1/caf\udce9.py": b"x"})
+    with pytest.raises(TaskError, match="has a name that is not UTF-8"):
+        read_repository("pypi:p==1", store, wheelhouse=tmp_path)
 
 
 def test_archive_that_leads_out_of_its_folder_is_refused(tmp_path: Path, store: Store) -> None:
@@ -442,6 +576,33 @@ def test_git_repository_is_read_at_head_and_a_submodule_is_named(tmp_path: Path,
         read_repository(str(repo), store)
 
 
+def test_neither_the_configuration_of_a_repository_nor_its_hooks_run(tmp_path: Path, store: Store) -> None:
+    commit, mark = clone(tmp_path / "repo"), tmp_path / "mark"
+    git(tmp_path / "repo", "commit", "-qm", "a commit\x0bon\u2028two lines", "--allow-empty")
+    planted(tmp_path / "repo", mark)
+    found = read_repository(str(tmp_path / "repo"), store)
+    assert sorted(found.tree) == sorted({*REPOSITORY, ".gitattributes"}) and head_of(tmp_path / "repo") != commit
+    context = Context(found, list(functions_of(MODULE).values()), Lines({}), 0)
+    assert list(strategy_named("revert")(context)) == []
+    assert set(context.unused.values()) == {"changes no code of the product", "has no parent in this clone"}
+    assert not mark.exists()
+
+
+def test_commits_that_change_several_files_are_named(tmp_path: Path, store: Store) -> None:
+    repo = tmp_path / "repo"
+    write(repo, {"a.py": MODULE, "b.py": MODULE})
+    git(repo, "init", "-q")
+    for text in (MODULE, MODULE.replace("value - high + 1", "value - high")):
+        write(repo, {"a.py": text, "b.py": text})
+        git(repo, "add", "-A")
+        git(repo, "commit", "-qm", "both")
+    found = read_repository(str(repo), store)
+    functions = named_once(product_sources(found.tree)[0])
+    context = Context(found, functions, Lines({}), 0)
+    assert list(strategy_named("revert")(context)) == []
+    assert sorted(context.unused.values()) == ["changes several files of the product", "has no parent in this clone"]
+
+
 def test_too_large_a_folder_is_named_before_it_is_read(tmp_path: Path, store: Store) -> None:
     with (tmp_path / "huge.bin").open("wb") as file:
         file.truncate(1 << 30)
@@ -462,7 +623,7 @@ def screened(candidate: Candidate, file: str = "t.py") -> Screened:
     return Screened(candidate, {f"{file}::test": "assert 1 == 2"}, (f"{file}::test",), {file: 1}, file)
 
 
-def planted(name: str, line: int) -> TestFunction:
+def placed(name: str, line: int) -> TestFunction:
     return TestFunction(name, (name,), name.split("::")[0], line, 0.0)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import os
 import tarfile
 from collections.abc import Mapping
 from dataclasses import replace
@@ -156,6 +157,15 @@ def test_archives_that_are_none_are_refused(tmp_path: Path, store: Store) -> Non
     assert build_image(store, layout.folder, name="one")
     with pytest.raises(TaskError, match=r"layer sha256:.*its content is another"):
         build_image(store, layout.folder, name="two")
+
+
+def test_a_damaged_layer_is_named(tmp_path: Path, store: Store) -> None:
+    layout = Layout(tmp_path / "layout")
+    layout.add([layer_of({**PROGRAMS, "noise": os.urandom(5000)})])
+    (packed,) = (each for each in (layout.folder / "blobs/sha256").iterdir() if each.read_bytes()[:2] == b"\x1f\x8b")
+    packed.write_bytes(packed.read_bytes()[:10] + b"\xff" * 100)
+    with pytest.raises(TaskError, match=r"layer sha256:.*can't be read"):
+        build_image(store, layout.folder)
 
 
 def put(runtimes: Runtimes, tar: bytes) -> str:

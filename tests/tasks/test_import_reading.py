@@ -10,15 +10,31 @@ from typing import Any
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from import_sources import ADD, BUGGY, DOUBLE, FIXED, HIDDEN, ZERO, clone, folder_task, row, rows_file, write
+from import_sources import (
+    ADD,
+    BUGGY,
+    DOUBLE,
+    FIXED,
+    HIDDEN,
+    PATCH,
+    REPOSITORY,
+    ZERO,
+    clone,
+    folder_task,
+    planted,
+    row,
+    rows_file,
+    write,
+)
 
 from contracts.tasks import Split
 from curation.errors import TaskError
 from curation.tasks.bugs import file_diff
+from curation.tasks.exporting.repositories import write_repository
 from curation.tasks.importing.reading import Reading
 from curation.tasks.importing.splits import deal, parse_shares
 from curation.tasks.importing.suite import read_source
-from curation.tasks.importing.trees import patched_tree, tree_patch
+from curation.tasks.importing.trees import commit_tree, folder_tree, patched_tree, tree_patch
 from curation.tasks.inspect import task_text
 
 
@@ -83,6 +99,66 @@ def test_a_bare_clone_is_read_like_any_other(clones: tuple[Path, str], tmp_path:
     assert bare == usual
 
 
+def test_no_program_that_a_clones_configuration_names_is_run(tmp_path: Path) -> None:
+    commit, mark = clone(tmp_path / "clones/acme__pack"), tmp_path / "mark"
+    planted(tmp_path / "clones/acme__pack", mark)
+    rows = rows_file(tmp_path / "rows.jsonl", [row(commit), row("f" * 40, instance_id="absent")])
+    reading = read_source(rows, tmp_path / "clones")
+    assert [task.files["src/pack/calc.py"] for task in reading.tasks] == [BUGGY.encode()]
+    _assert_reason(reading, "absent", r"lacks commit f{40}")
+    assert not mark.exists()
+
+
+ATTRIBUTES = b"*.txt text eol=crlf\n*.id ident\n*.u text working-tree-encoding=UTF-16LE\n*.py text=auto\n"
+UNCHANGED = {
+    ".gitattributes": ATTRIBUTES,
+    "a.txt": b"one\ntwo\n",
+    "b.id": b"$Id$\n",
+    "c.py": b"def f():\r\n    return 1\r\n",
+    "d.u": "hé\n".encode(),
+}
+
+
+def test_attributes_of_git_change_no_file(tmp_path: Path) -> None:
+    commits = write_repository(tmp_path / "tasks.git", {"one": UNCHANGED})
+    assert commit_tree(tmp_path / "tasks.git", commits["one"]) == UNCHANGED
+    after = {path: data.replace(b"one", b"three").replace(b"1", b"2") for path, data in UNCHANGED.items()}
+    patch = tree_patch(UNCHANGED, after)
+    assert b"-    return 1\r\n+    return 2\r\n" in patch
+    assert patched_tree(UNCHANGED, patch, "patch") == after
+
+
+def test_links_of_a_commit_count_as_those_of_a_folder(tmp_path: Path) -> None:
+    links = {"src/same": "pack/calc.py", "up": "src/same", "inner": "src", "src/around": "../inner/pack/calc.py"}
+    links |= {"out": "../outside", "absolute": "/etc/hostname", "circle": "circle", "gone": "none"}
+    root = tmp_path / "repo"
+    write(root, REPOSITORY)
+    for path, target in links.items():
+        (root / path).symlink_to(target)
+    (tmp_path / "outside").write_text("secret")
+    found = commit_tree(root, clone(root))
+    assert found == folder_tree(root)
+    assert found.keys() - REPOSITORY.keys() == {".gitattributes", "src/same", "up", "src/around"}
+
+
+@pytest.mark.parametrize("name", ["..", ".git"])
+def test_commit_with_an_unsafe_path_is_refused(name: str, tmp_path: Path) -> None:
+    clone(tmp_path / "repo")
+
+    def git(*command: str, said: str) -> str:
+        where = tmp_path / "repo"
+        done = subprocess.run(["git", *command], cwd=where, check=True, capture_output=True, text=True, input=said)
+        return done.stdout.strip()
+
+    inside = git("mktree", said=f"100644 blob {git('hash-object', '-w', '--stdin', said='x')}\tconfig\n")
+    tree = git("mktree", said=f"040000 tree {inside}\t{name}\n")
+    who = ["-c", "user.name=t", "-c", "user.email=t@t"]
+    with pytest.raises(TaskError, match=f"holds the path '{name}/config'"):
+        commit_tree(tmp_path / "repo", git(*who, "commit-tree", tree, said="odd"))
+    with pytest.raises(TaskError, match=f"holds the path '{name}/config'"):
+        patched_tree({f"{name}/config": b"", "src/pack/calc.py": BUGGY.encode()}, PATCH.encode(), "patch")
+
+
 ROWS: dict[str, tuple[dict[str, Any], str]] = {
     "id of a folder": ({"instance_id": ".."}, r"its id '\.\.' may hold letters"),
     "unknown environment": ({"triplane_environment": {"os": 1}}, r"its environment .* wrong: known keys are runtime"),
@@ -134,7 +210,12 @@ def test_an_id_given_twice_is_left_out_the_second_time(clones: tuple[Path, str],
 
 
 @pytest.mark.parametrize(
-    ("line", "said"), [("{oops", "line 2 is not JSON"), ("[1]", "line 2 is not an object but list")]
+    ("line", "said"),
+    [
+        ("{oops", "line 2 is not JSON"),
+        ("[1]", "line 2 is not an object but list"),
+        ("[" * 100_000, "line 2 is not JSON"),
+    ],
 )
 def test_a_damaged_file_is_refused_by_line(line: str, said: str, clones: tuple[Path, str], tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
@@ -145,6 +226,10 @@ def test_a_damaged_file_is_refused_by_line(line: str, said: str, clones: tuple[P
 
 FOLDERS = {
     "not YAML": ({"about": "a: ["}, "its task.yaml is not YAML"),
+    "no date": (
+        {"about": "instruction: x\nfinal_state: {kind: answer, rule: exact, expected: 2023-02-30}\n"},
+        "its task.yaml can't be read: day is out of range for month",
+    ),
     "unknown key": ({"about": "instruction: x\ntests: [a.py::t]\nreference: fix.patch\nhiden: []\n"}, "hiden"),
     "empty": ({"about": "\n"}, "its task.yaml is wrong at the file"),
     "no tests": (

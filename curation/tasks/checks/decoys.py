@@ -116,7 +116,7 @@ def _source(path: str, content: bytes) -> Source | None:
         return None
     try:
         return Source(content)
-    except (SyntaxError, ValueError, RecursionError):
+    except (SyntaxError, ValueError):
         return None
 
 

@@ -11,8 +11,12 @@ class Source:
     """Text of a file with the positions of its syntax nodes."""
 
     def __init__(self, content: bytes) -> None:
-        """Raise SyntaxError, ValueError or RecursionError for a file that is not Python in UTF-8."""
+        """Raise SyntaxError or ValueError for a file that is not Python in UTF-8, or has a carriage return without a
+        newline: `ast` counts the lines that these end, too.
+        """
         text = content.decode()
+        if "\r" in text.replace("\r\n", "\n"):
+            raise ValueError("it has a carriage return without a newline")
         self.tree = parse_python(text)
         self._data = text.encode()
         self._starts = [0]

@@ -37,7 +37,7 @@ def make(
     for number, path in enumerate(sorted(files)):
         try:
             source = Source(files[path]) if path.endswith(".py") else None
-        except (SyntaxError, ValueError, RecursionError):
+        except (SyntaxError, ValueError):
             source = None
         if source is not None:
             _File(source, number, made, without, tables, plain).rewrite(path)
@@ -50,7 +50,7 @@ def functions_of(files: dict[str, bytes]) -> dict[str, list[str]]:
     for number, path in enumerate(sorted(files)):
         try:
             found = find(Source(files[path]).tree) if path.endswith(".py") else []
-        except (SyntaxError, ValueError, RecursionError):
+        except (SyntaxError, ValueError):
             continue
         for index, each in enumerate(found):
             keys.setdefault(f"{path}::{each.function.name}", []).append(f"{number}:{index}")
@@ -63,7 +63,7 @@ def drawn_functions(files: dict[str, bytes]) -> set[str]:
     for path, data in files.items():
         try:
             tree = Source(data).tree if path.endswith(".py") else ast.Module([], [])
-        except (SyntaxError, ValueError, RecursionError):
+        except (SyntaxError, ValueError):
             continue
         for node in ast.walk(tree):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):

@@ -154,7 +154,7 @@ def _marks(options: Any) -> str:
 def _of_toml(text: str) -> Mapping[str, Any] | None:
     try:
         tables = tomllib.loads(text).get("tool", {}).get("pytest")
-    except (tomllib.TOMLDecodeError, AttributeError):
+    except (tomllib.TOMLDecodeError, AttributeError, RecursionError):
         return None
     if not isinstance(tables, dict):
         return None

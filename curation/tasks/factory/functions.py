@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import PurePosixPath
 
-from contracts.syntax import parse_python
+from contracts.syntax import is_deep, parse_python
 from curation.tasks.importing.trees import Tree
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
@@ -78,10 +78,21 @@ class Function:
         """Its last line."""
         return self.node.end_lineno or self.node.lineno
 
+    @property
+    def is_deep(self) -> bool:
+        """Whether it is nested too deeply to be changed."""
+        return is_deep(self.node)
+
     def encloses(self, path: str, start: int, end: int) -> bool:
         """Whether bytes of a file are part of its lines."""
         starts = self.source.starts
         return path == self.source.path and starts[self.first - 1] <= start and end <= starts[self.last]
+
+    def overlaps(self, path: str, start: int, end: int) -> bool:
+        """Whether some bytes of a file, or a place in it, are part of its lines."""
+        starts = self.source.starts
+        some = max(start, starts[self.first - 1]) < min(end, starts[self.last])
+        return (path == self.source.path and some) or self.encloses(path, start, end)
 
     @property
     def body(self) -> list[ast.stmt]:
@@ -159,14 +170,16 @@ def is_product_file(path: str) -> bool:
 
 
 def _functions(source: Source, body: Sequence[ast.stmt], classes: tuple[str, ...]) -> Iterator[Function]:
-    for node in body:
+    left = [(node, classes) for node in reversed(body)]
+    while left:
+        node, classes = left.pop()
         if isinstance(node, FunctionNode):
             yield Function(source, ".".join([*classes, node.name]), node)
         elif isinstance(node, ast.ClassDef):
-            yield from _functions(source, node.body, (*classes, node.name))
+            left += [(each, (*classes, node.name)) for each in reversed(node.body)]
         elif isinstance(node, (ast.If, ast.Try)):
-            for part in (node.body, node.orelse, getattr(node, "finalbody", [])):
-                yield from _functions(source, part, classes)
+            inside = [*node.body, *node.orelse, *getattr(node, "finalbody", [])]
+            left += [(each, classes) for each in reversed(inside)]
 
 
 class Lines:

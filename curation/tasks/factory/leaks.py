@@ -63,8 +63,10 @@ class _Lines:
 @lru_cache(maxsize=256)
 def _bodies(data: bytes) -> Sequence[tuple[int, Sequence[_Lines]]] | None:
     """For each body that holds functions (the module's, a class's, an `if`'s, not a function's): its number of
-    statements, and the lines of these functions. None for a file that is not Python.
+    statements, and the lines of these functions. None for a file that is not Python, or whose lines can't be counted.
     """
+    if b"\r" in data.replace(b"\r\n", b"\n"):  # `ast` counts the lines that these end, too
+        return None
     try:
         module = parse_python(data)
     except (SyntaxError, ValueError):
@@ -224,7 +226,7 @@ class Copies:
         if id(data) not in self._parsed:
             try:
                 self._parsed[id(data)] = Source(path, data, parse_python(data)).functions
-            except (SyntaxError, ValueError, RecursionError):
+            except (SyntaxError, ValueError):
                 self._parsed[id(data)] = []
         return self._parsed[id(data)]
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import email
 import functools
+import re
 import tomllib
 from collections.abc import Iterator
 from pathlib import PurePosixPath
+from typing import Any
 
 from license_expression import ExpressionError, get_license_index, get_spdx_licensing
 from license_expression import ParseError as LicenceParseError
@@ -31,15 +33,19 @@ _COMMON = {
 }
 """Names that metadata uses beside SPDX identifiers."""
 _PHRASES = (
-    ("GNU AFFERO GENERAL PUBLIC LICENSE", "AGPL-3.0-only"),
-    ("GNU LESSER GENERAL PUBLIC LICENSE", "LGPL-3.0-only"),
-    ("GNU GENERAL PUBLIC LICENSE", "GPL-3.0-only"),
-    ("MOZILLA PUBLIC LICENSE", "MPL-2.0"),
-    ("APACHE LICENSE", "Apache-2.0"),
-    ("PERMISSION IS HEREBY GRANTED, FREE OF CHARGE", "MIT"),
-    ("REDISTRIBUTION AND USE IN SOURCE AND BINARY FORMS", "BSD-3-Clause"),
-    ("PERMISSION TO USE, COPY, MODIFY, AND/OR DISTRIBUTE THIS SOFTWARE", "ISC"),
+    ("GNU AFFERO GENERAL PUBLIC LICENSE", "AGPL-{}-only", "3.0"),
+    ("GNU LESSER GENERAL PUBLIC LICENSE", "LGPL-{}-only", "3.0"),
+    ("GNU LIBRARY GENERAL PUBLIC LICENSE", "LGPL-{}-only", "2.0"),
+    ("GNU GENERAL PUBLIC LICENSE", "GPL-{}-only", "3.0"),
+    ("MOZILLA PUBLIC LICENSE", "MPL-{}", "2.0"),
+    ("APACHE LICENSE", "Apache-{}", "2.0"),
+    ("PERMISSION IS HEREBY GRANTED, FREE OF CHARGE", "MIT", ""),
+    ("REDISTRIBUTION AND USE IN SOURCE AND BINARY FORMS", "BSD-3-Clause", ""),
+    ("PERMISSION TO USE, COPY, MODIFY, AND/OR DISTRIBUTE THIS SOFTWARE", "ISC", ""),
 )
+"""Words of licence texts, the licence, and its version where the text names none."""
+_VERSION = re.compile(r".{0,60}?\bV(?:ERSION)? ?(\d+(?:\.\d+)?)")
+"""Version of a licence, after its name."""
 
 
 def licence_of(tree: Tree) -> str:
@@ -66,17 +72,30 @@ def _claims(tree: Tree) -> Iterator[str]:
             yield classifier.rpartition("::")[2].strip()
     for path in sorted(tree):
         if PurePosixPath(path).stem.upper() in ("LICENSE", "LICENCE", "COPYING") and "/" not in path:
-            text = " ".join(tree[path].decode(errors="replace").upper().split())
-            yield from (name for phrase, name in _PHRASES if phrase in text)
+            yield _licence_of_text(" ".join(tree[path].decode(errors="replace").upper().split()))
+
+
+def _licence_of_text(text: str) -> str:
+    """Licence of a text in capitals, empty if unknown: the first one that it names, but of those that are not
+    permissive if there are any. Licences name others further down.
+    """
+    found = []
+    for phrase, licence, usual in _PHRASES:
+        at = text.find(phrase)
+        if at >= 0:
+            version = _VERSION.match(text, at + len(phrase))
+            number = version[1] if version else usual
+            licence = licence.format(number if "." in number else f"{number}.0")
+            found.append((_is_free(licence), at, licence))
+    return min(found)[2] if found else ""
 
 
 def _project_licence(data: bytes) -> Iterator[str]:
     try:
-        found = tomllib.loads(data.decode()).get("project", {})
-    except (ValueError, UnicodeDecodeError):
-        return
-    licence = found.get("license", "")
-    yield licence if isinstance(licence, str) else str(licence.get("text", ""))
+        licence = tomllib.loads(data.decode()).get("project", {}).get("license", "")
+        yield licence if isinstance(licence, str) else str(licence.get("text", ""))
+    except (ValueError, AttributeError, RecursionError):
+        return  # `read_project` names it
 
 
 def _expression(text: str) -> str | None:
@@ -96,10 +115,17 @@ def _categories() -> dict[str, str]:
 
 def _is_free(licence: str) -> bool:
     """Whether every licence of an expression is permissive; of alternatives, whether one is."""
+    spdx = get_spdx_licensing()
+
+    def free(part: Any) -> bool:
+        if isinstance(part, spdx.AND):
+            return all(map(free, part.args))
+        if isinstance(part, spdx.OR):
+            return any(map(free, part.args))
+        keys = spdx.license_keys(part)  # a licence, and its exception if it has one
+        return bool(keys) and all(_categories().get(key) in _FREE for key in keys)
+
     try:
-        parsed = get_spdx_licensing().parse(licence)
+        return free(spdx.parse(licence))
     except (ExpressionError, LicenceParseError):
         return False
-    return all(_categories().get(key) in _FREE for key in get_spdx_licensing().license_keys(parsed)) or any(
-        _is_free(part.strip(" ()")) for part in licence.split(" OR ") if " OR " in licence
-    )

@@ -31,7 +31,7 @@ from curation.tasks.factory.screen import Screened, Screening, Substitute, scree
 from curation.tasks.factory.source import Repository, head_of, read_repository
 from curation.tasks.factory.splits import deal_files
 from curation.tasks.factory.steps import FACTORY_VERSION
-from curation.tasks.factory.strategies import Candidate, Context, asked, strategy_named
+from curation.tasks.factory.strategies import Candidate, Context, asked, installed_strategies, strategy_named
 from curation.tasks.factory.strategies.combine import combined
 from curation.tasks.importing.splits import DEFAULT_SHARES
 from curation.tasks.validate import ValidationReport
@@ -140,9 +140,11 @@ async def make_suite(
         "shares": {split.value: shares.get(split, 0) for split in DEFAULT_SHARES},
     }
     if REVERT in config.strategies and older is None:
-        settings["history"] = head_of(repository)
+        settings["history"] = head_of(repository.clone) if repository.clone else ""
     if config.model is not None:
         settings["model"] = config.model.name
+    if installed := installed_strategies(config.strategies):
+        settings["installed"] = installed
     key = action_key("task_suite", {}, settings, FACTORY_VERSION)
     found = find_artifact(store, "task_suite", key)
     if found is not None:
@@ -152,7 +154,9 @@ async def make_suite(
     baseline = await run_baseline(repository, guest, store)
     report("baseline", 1, 1)
     sources, unused = product_sources(repository.tree)
-    functions = covered_functions(sources, baseline)
+    covered = covered_functions(sources, baseline)
+    functions = [each for each in covered if not each.is_deep]
+    unused |= {each.key: "it is nested too deeply" for each in covered if each.is_deep}
     if not functions:
         unread = "".join(f"; {path} is not used: {reason}" for path, reason in islice(unused.items(), 3))
         raise TaskError(

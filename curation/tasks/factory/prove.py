@@ -27,7 +27,7 @@ from curation.tasks.checks.observing import drawn_functions
 from curation.tasks.checks.proving import as_written, function_of, stuck, wholly_observed
 from curation.tasks.factory.baseline import Baseline
 from curation.tasks.factory.environment import Surroundings, sources_of
-from curation.tasks.factory.functions import Function
+from curation.tasks.factory.functions import Function, Source
 from curation.tasks.factory.guest import IDLE_S
 from curation.tasks.factory.leaks import Copies, standard_library, without_tests
 from curation.tasks.factory.screen import EMPTIED, Screened, Substitute, emptied_function, file_of, replaced_function
@@ -268,8 +268,8 @@ class Prover:
     async def _draft(self, screened: Screened, function: Function) -> Task | str:
         """The task before its proof, or the reason why there is none."""
         candidate, tree = screened.candidate, self._repository.tree
-        copy = await asyncio.to_thread(self._copies.of, function)
-        if copy is not None:
+        changed_ones = changed_functions(candidate, function.source)
+        if any(await asyncio.to_thread(lambda: [self._copies.of(each) for each in changed_ones])):
             return "leak: a file holds a copy of the fixed code"
         good, file = self._baseline.good, screened.file
         failed = [good[name] for name in screened.failed]
@@ -353,6 +353,12 @@ class Prover:
         tree, name = self._repository.tree, f"{self._repository.name}-{file}"
         hidden = {file: tree[file]}
         return Task(name, "master", Split.TRAIN, "", tree, hidden, tests, b"", {}, environment=self._environment)
+
+
+def changed_functions(candidate: Candidate, source: Source) -> list[Function]:
+    """Functions of a bug's file that it changes."""
+    spans = [(each.path, *each.span) for each in candidate.edits]
+    return [each for each in source.functions if any(each.overlaps(*span) for span in spans)]
 
 
 def _passing(verdict: Verdict) -> set[str]:

@@ -156,6 +156,8 @@ async def _chunk(requests: list[dict[str, Any]], guest: Guest, store: Store) -> 
 def _request(candidate: Candidate, functions: Mapping[str, Function], baseline: Baseline) -> dict[str, Any] | str:
     """Request of the program `inside`, or the reason why the candidate can't be screened."""
     function = functions[candidate.function]
+    if {edit.path for edit in candidate.edits} != {candidate.path}:
+        return "changes other files than its function's"
     tests = baseline.functions_of(_covering(candidate, functions, baseline))
     nodes = [node for test in tests for node in test.nodes]
     if not nodes:

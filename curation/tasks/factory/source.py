@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import io
+import lzma
 import os
 import re
-import subprocess
 import tarfile
 import zipfile
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,11 +21,22 @@ from curation.errors import TaskError
 from curation.tasks.factory.licences import licence_of
 from curation.tasks.factory.steps import recall_bytes
 from curation.tasks.importing.reading import MAX_BYTES
-from curation.tasks.importing.trees import LEFT_OUT, Tree, commit_tree, folder_tree, run_git
+from curation.tasks.importing.trees import (
+    LEFT_OUT,
+    Tree,
+    commit_entries,
+    entries_tree,
+    folder_tree,
+    objects_of,
+    run_git,
+    utf8_name,
+)
 
 DEFAULT_INDEX = "https://pypi.org/simple/"
 _BUILT = frozenset({"build", "dist", ".eggs", "htmlcov", "site-packages"})
 """Folders in the root that hold copies or products of the code; the agent gets none."""
+_DAMAGED = (tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, OSError, RuntimeError)
+"""What reading a damaged archive raises; RuntimeError: an encrypted zip file, or one of an unknown compression."""
 _PINNED = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)==(?P<version>[A-Za-z0-9.!+_-]+)")
 
 
@@ -55,8 +67,7 @@ def read_repository(
     Raises TaskError with the source and the fix.
     """
     if source.startswith("pypi:"):
-        name, data = _distribution(source.removeprefix("pypi:"), store, index, wheelhouse)
-        tree, clone = _unpacked(source, data), None
+        (name, tree), clone = _distribution(source, store, index, wheelhouse), None
     else:
         path = Path(source)
         if not path.is_dir():
@@ -69,11 +80,9 @@ def read_repository(
     return Repository(name, source, tree, licence_of(tree), clone)
 
 
-def head_of(repository: Repository) -> str:
-    """Id of the commit from which a repository's files were read; empty without a git repository."""
-    if repository.clone is None:
-        return ""
-    return run_git(["rev-parse", "HEAD"], repository.clone).stdout.decode().strip()
+def head_of(clone: Path) -> str:
+    """Id of the commit HEAD of a git repository; empty without one."""
+    return run_git(["rev-parse", "--quiet", "--verify", "HEAD"], clone).stdout.decode().strip()
 
 
 def _is_product(path: str) -> bool:
@@ -99,23 +108,19 @@ def _files(root: Path) -> list[Path]:
 
 def _head(source: str, clone: Path) -> Tree:
     """Files of the commit HEAD; changes that are not committed do not count."""
-    command = ["git", "-c", "safe.directory=*", "ls-tree", "-r", "-l", "-z", "HEAD"]
-    done = subprocess.run(command, cwd=clone, capture_output=True, check=False)
-    if done.returncode:
-        said = " ".join(done.stderr.decode(errors="replace").split())[:200]
-        raise TaskError(f"{source} has no commit to read ({said}): commit its files first")
-    total = 0
-    for entry in done.stdout.split(b"\0")[:-1]:
-        about, _, name = entry.partition(b"\t")
-        _, kind, _, size = about.split()
-        if kind == b"commit":
+    commit = head_of(clone)
+    if not commit:
+        raise TaskError(f"{source} has no commit to read: commit its files first")
+    with objects_of(clone) as objects:
+        entries = commit_entries(objects, commit)
+        submodule = next((each.path for each in entries if each.is_submodule), None)
+        if submodule is not None:
             raise TaskError(
-                f"{source} has the submodule {name.decode(errors='replace')}, which git does not store in it: make"
-                " tasks of a source distribution or of a folder that holds its files"
+                f"{source} has the submodule {submodule}, which git does not store in it: make tasks of a source"
+                " distribution or of a folder that holds its files"
             )
-        total += int(size)
-    _check_size(source, total)
-    return commit_tree(clone, "HEAD")
+        _check_size(source, sum(each.size for each in entries))
+        return entries_tree(objects, entries)
 
 
 def _check_size(source: str, size: int) -> None:
@@ -125,24 +130,28 @@ def _check_size(source: str, size: int) -> None:
         )
 
 
-def _distribution(pin: str, store: Store, index: str | None, wheelhouse: Path | None) -> tuple[str, bytes]:
-    """Name and archive of a pinned source distribution. The archive is kept in the store."""
+def _distribution(source: str, store: Store, index: str | None, wheelhouse: Path | None) -> tuple[str, Tree]:
+    """Name and files of a pinned source distribution. The archive is kept in the store, for each place that has it."""
+    pin = source.removeprefix("pypi:")
     match = _PINNED.fullmatch(pin)
     if match is None:
         raise TaskError(f"pypi:{pin} does not pin a version: write e.g. pypi:toolz==1.0.0")
-    key = f"factory/distributions/{match['name'].lower()}-{match['version']}"
+    url = index or os.environ.get("UV_DEFAULT_INDEX") or os.environ.get("PIP_INDEX_URL") or DEFAULT_INDEX
+    place = digest_of(str(wheelhouse.resolve()) if wheelhouse else url)
+    key = f"factory/distributions/{match['name'].lower()}-{match['version']}-{place[:16]}"
     data = recall_bytes(store, key)
-    if data is None:
-        data = _download(pin, index, wheelhouse)
-        store.create(key, data, cached=True)
-    return match["name"], data
+    if data is not None:
+        return match["name"], _unpacked(source, data)
+    data = _download(pin, url, wheelhouse)
+    tree = _unpacked(source, data)
+    store.create(key, data, cached=True)
+    return match["name"], tree
 
 
-def _download(pin: str, index: str | None, wheelhouse: Path | None) -> bytes:
+def _download(pin: str, url: str, wheelhouse: Path | None) -> bytes:
     """Source archive, checked against the hash of the index. Nothing of it is run."""
     from unearth import PackageFinder
 
-    url = index or os.environ.get("UV_DEFAULT_INDEX") or os.environ.get("PIP_INDEX_URL") or DEFAULT_INDEX
     places: Sequence[str] = [str(wheelhouse)] if wheelhouse else []
     with_index = [] if wheelhouse else [url]
     finder = PackageFinder(index_urls=with_index, find_links=places, no_binary=[":all:"])
@@ -152,7 +161,12 @@ def _download(pin: str, index: str | None, wheelhouse: Path | None) -> bytes:
         if best is None:
             raise TaskError(f"{where} has no source distribution of {pin}: correct name and version")
         link = best.link
-        data = link.file_path.read_bytes() if link.is_file else finder.session.get(link.normalized).content
+        if link.is_file:
+            data = link.file_path.read_bytes()
+        else:
+            answer = finder.session.get(link.normalized)
+            answer.raise_for_status()
+            data = answer.content
     except TaskError:
         raise
     except Exception as error:
@@ -179,9 +193,10 @@ def _unpacked(source: str, data: bytes) -> Tree:
                 for each in members:
                     file = tar.extractfile(each)
                     tree[each.name] = file.read() if file else b""
-    except (tarfile.TarError, zipfile.BadZipFile, EOFError, OSError) as error:
-        raise TaskError(f"the archive of {source} is damaged ({error}): delete it from the index or folder") from None
+    except _DAMAGED as error:
+        said = " ".join(str(error).split())
+        raise TaskError(f"the archive of {source} is damaged ({said}): delete it from the index or folder") from None
     inside = {str(PurePosixPath(*PurePosixPath(path).parts[1:])): content for path, content in tree.items()}
     if any(".." in PurePosixPath(path).parts or path.startswith("/") for path in tree):
         raise TaskError(f"the archive of {source} holds paths that lead out of it: it can't be used")
-    return {path: content for path, content in inside.items() if path != "."}
+    return {utf8_name(path): content for path, content in inside.items() if path != "."}

@@ -95,6 +95,8 @@ def _about(path: Path) -> TaskFile:
     except ValidationError as error:
         faults = (f"{'.'.join(map(str, fault['loc'])) or 'the file'}: {fault['msg']}" for fault in error.errors())
         raise TaskError(f"its {TASK_FILE} is wrong at {'; '.join(faults)}") from None
+    except (ValueError, RecursionError) as error:  # no date, such as 2023-02-30
+        raise TaskError(f"its {TASK_FILE} can't be read: {error}") from None
 
 
 def _source(place: Path, about: TaskFile, family: str) -> Source:

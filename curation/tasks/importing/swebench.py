@@ -90,7 +90,7 @@ def _lines(file: Path) -> list[str]:
 def _values(line: str, file: Path, number: int) -> dict[str, Any]:
     try:
         values = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TaskError(f"{file} line {number} is not JSON ({error}): write one whole object a line") from None
     if not isinstance(values, dict):
         raise TaskError(f"{file} line {number} is not an object but {type(values).__name__}: write one instance a line")

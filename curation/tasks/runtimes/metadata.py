@@ -17,7 +17,9 @@ from fnmatch import fnmatch
 from typing import Any
 
 from packaging.requirements import InvalidRequirement, Requirement
-from packaging.utils import canonicalize_name
+from packaging.utils import InvalidName, canonicalize_name
+from packaging.version import InvalidVersion, Version
+from pydantic import TypeAdapter, ValidationError
 
 from contracts.syntax import parse_python
 from curation.errors import TaskError
@@ -77,7 +79,7 @@ def read_project(tree: Mapping[str, bytes]) -> Project:
     """
     text = {path: _text(path, data) for path, data in tree.items() if "/" not in path and path in _READERS}
     # setup.py last, since it is code
-    sources = [read(text[path]) for path, read in _READERS.items() if path in text]
+    sources = [_read(path, text[path]) for path in _READERS if path in text]
     if not sources and not any(path.endswith(".py") for path in tree):
         raise TaskError("it holds no Python: neither pyproject.toml, setup.cfg nor setup.py, nor any module")
     found = _merged(sources)
@@ -90,7 +92,7 @@ def read_project(tree: Mapping[str, bytes]) -> Project:
             " pyproject.toml, or make an sdist, whose PKG-INFO has it"
         )
     own = canonicalize_name(found.name or "")
-    project = Project(found.name or "", found.version or "0", entry_points=found.entry_points)
+    project = Project(*_named(found), entry_points=found.entry_points)
     needs = list(_expanded(found.needs or (), own, extras))
     needs += [each for each in _expanded(tests, own, extras) if not _TOOLS.fullmatch(canonicalize_name(each.name))]
     project.requirements = sorted({str(each) for each in needs if not each.url})
@@ -103,6 +105,32 @@ def _text(path: str, data: bytes) -> str:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise TaskError(f"its {path} is not UTF-8 (byte {error.start}): save it as UTF-8") from None
+
+
+def _read(path: str, text: str) -> _Found:
+    """Metadata of one source. Raises TaskError, also for values of wrong types."""
+    try:
+        return _FOUND.validate_python(vars(_READERS[path](text)))
+    except ValidationError as error:
+        fault = error.errors()[0]
+        why = f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}"
+    except (AttributeError, TypeError, KeyError, ValueError) as error:
+        why = str(error)
+    except RecursionError:
+        raise TaskError(f"its {path} is nested too deeply") from None
+    raise TaskError(f"its {path} has a value of a wrong type ({why})")
+
+
+def _named(found: _Found) -> tuple[str, str]:
+    """Name and version of the repository's distribution, which become the name of a folder."""
+    name, version = (found.name or "").strip(), (found.version or "0").strip()
+    try:
+        if name:
+            canonicalize_name(name, validate=True)
+        Version(version)
+    except (InvalidName, InvalidVersion) as error:
+        raise TaskError(f"its metadata can't be used: {error}; correct it") from None
+    return name, version
 
 
 def _merged(sources: Iterable[_Found]) -> _Found:
@@ -144,10 +172,7 @@ def _pyproject(text: str) -> _Found:
         read = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise TaskError(f"its pyproject.toml can't be parsed: {error}") from None
-    try:
-        return _of_tables(read)
-    except (AttributeError, TypeError, KeyError, ValueError) as error:
-        raise TaskError(f"its pyproject.toml has a value of a wrong type ({error})") from None
+    return _of_tables(read)
 
 
 def _of_tables(read: dict[str, Any]) -> _Found:
@@ -329,3 +354,4 @@ def _from_files(tree: Mapping[str, bytes]) -> list[str]:
 
 
 _READERS = {"pyproject.toml": _pyproject, "PKG-INFO": _pkg_info, "setup.cfg": _setup_cfg, "setup.py": _setup_py}
+_FOUND = TypeAdapter(_Found)

@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
-from contracts.digests import digest_of
+from contracts.digests import digest_of, sha256
 from contracts.syntax import parse_python
 from curation.errors import TaskError
 from curation.tasks.factory.functions import Function, FunctionNode, Lines
@@ -52,7 +54,7 @@ class Candidate:
     function: str
     """path::qualname of the changed function; of the first one if there are several."""
     edits: tuple[Edit, ...]
-    """They do not overlap."""
+    """All of them change the function's file, since splits are dealt by file. They do not overlap."""
     meta: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
@@ -106,16 +108,32 @@ Strategy = Callable[[Context], Iterable[Candidate]]
 
 def strategy_named(name: str) -> Strategy:
     """An installed strategy. Raises TaskError."""
-    found = {each.name: each.value for each in entry_points(group=GROUP)}
-    known = found | {each: f"{__name__}.{each}:candidates" for each in _OWN}
+    known = {each.name: each for each in entry_points(group=GROUP)} | {
+        each: EntryPoint(each, f"{__name__}.{each}:candidates", GROUP) for each in _OWN
+    }
     if name not in known:
         choice = ", ".join(sorted({*known, "combine", "rewrite", "feature"}))
         raise TaskError(f"no strategy is called {name!r}: choose of {choice}")
     try:
-        strategy: Strategy = EntryPoint(name, known[name], GROUP).load()
+        strategy: Strategy = known[name].load()
     except (ImportError, AttributeError) as error:
-        raise TaskError(f"the strategy {name} ({known[name]}) can't be loaded: {error}") from error
+        raise TaskError(f"the strategy {name} ({known[name].value}) can't be loaded: {error}") from error
     return strategy
+
+
+def installed_strategies(names: Iterable[str]) -> dict[str, str]:
+    """Digests of those strategies that are not of this package, by name: of the versions of their distributions, and of
+    the sources of the modules that define them.
+    """
+    found = {each.name: each for each in entry_points(group=GROUP) if each.name not in _OWN}
+    digests = {}
+    for name in sorted(found.keys() & set(names)):
+        spec, distribution = find_spec(found[name].module), found[name].dist
+        source = Path(spec.origin) if spec and spec.origin else Path()
+        code = source.read_bytes() if source.is_file() else b""
+        version = distribution.version if distribution else ""
+        digests[name] = digest_of([found[name].value, version, sha256(code)])
+    return digests
 
 
 def changed_text(function: Function, edits: Iterable[Edit]) -> str:
@@ -130,7 +148,9 @@ def changed_text(function: Function, edits: Iterable[Edit]) -> str:
 
 
 def normalized(text: str) -> str | None:
-    """Syntax of a function's lines without positions and docstring; None if they are not one function."""
+    """Syntax of a function's lines without positions and docstring; None if they are not one function, or nested too
+    deeply.
+    """
     try:
         body = parse_python("if 1:\n" + text if text[:1].isspace() else text).body
     except (SyntaxError, ValueError):
@@ -140,4 +160,7 @@ def normalized(text: str) -> str | None:
         return None
     if ast.get_docstring(node, clean=False) is not None:
         node.body = node.body[1:]
-    return ast.dump(node)
+    try:
+        return ast.dump(node)
+    except RecursionError:
+        return None

@@ -132,7 +132,7 @@ def _found(text: str, name: str) -> FunctionNode | None:
     """The first function of this name in a text."""
     try:
         module = parse_python(text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+    except (SyntaxError, ValueError):
         return None
     return next((each for each in ast.walk(module) if isinstance(each, FunctionNode) and each.name == name), None)
 

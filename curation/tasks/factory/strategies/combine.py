@@ -23,14 +23,27 @@ def combined(proved: Sequence[Screened], seed: int, most: int) -> list[Candidate
         while len(pool) >= _SIZES[0]:
             size, parts = rng.choice(_SIZES), [pool.pop()]
             for each in list(pool):
-                if len(parts) < size and each.candidate.function not in {part.candidate.function for part in parts}:
+                if len(parts) < size and all(_apart(each.candidate, part.candidate) for part in parts):
                     parts.append(each)
                     pool.remove(each)
             if len(parts) >= _SIZES[0]:
                 parts.sort(key=lambda part: part.candidate.edits[0].start)
                 edits = tuple(edit for part in parts for edit in part.candidate.edits)
-                meta = {"functions": [part.candidate.function for part in parts]}
+                meta = {"functions": [name for part in parts for name in _functions(part.candidate)]}
                 operator = f"combine_{len(parts)}"
                 found.append(Candidate("combine", operator, parts[0].candidate.function, edits, meta))
     rng.shuffle(found)
     return found[:most]
+
+
+def _apart(one: Candidate, other: Candidate) -> bool:
+    """Whether two bugs of a file share no function, and no edits touch each other."""
+    return set(_functions(one)).isdisjoint(_functions(other)) and all(
+        left.end < right.start or right.end < left.start for left in one.edits for right in other.edits
+    )
+
+
+def _functions(candidate: Candidate) -> list[str]:
+    """Keys of the functions that a bug changes, its own first."""
+    helpers = [f"{candidate.path}::{name}" for name in candidate.meta.get("helpers", ())]
+    return list(dict.fromkeys([candidate.function, *helpers, *candidate.meta.get("functions", ())]))

@@ -10,11 +10,13 @@ from pathlib import Path
 from contracts.syntax import parse_python
 from curation.errors import TaskError
 from curation.tasks.factory.functions import Function, is_product_file, parsed
+from curation.tasks.factory.source import head_of
 from curation.tasks.factory.strategies import Candidate, Context, Edit, changed_text, normalized
-from curation.tasks.importing.trees import Tree, patched_tree, run_git
+from curation.tasks.importing.trees import Tree, objects_of, patched_tree, run_git
 
 MOST_COMMITS = 300
 """Newest commits that are undone, one at a time; merges don't count."""
+_MISSING = "has files that are not in this clone"
 
 
 def candidates(context: Context) -> Iterator[Candidate]:
@@ -48,43 +50,56 @@ def _before(function: Function, data: bytes | None) -> Function | str:
     before = next((each for each in source.functions if each.qualname == function.qualname), None)
     if before is None:
         return "not in the older version"
+    if before.is_deep:
+        return "nested too deeply in the older version"
     same = normalized(before.text) == normalized(changed_text(function, ()))
     return "same code in the older version" if same else before
 
 
 def _commits(context: Context, clone: Path) -> Iterator[Candidate]:
     options = ["--no-merges", "--no-show-signature", f"--max-count={MOST_COMMITS}", "--format=%H%x09%P%x09%s"]
-    for line in run_git(["log", *options, "HEAD"], clone).stdout.decode(errors="replace").splitlines():
-        commit, parent, subject = line.split("\t", 2)
-        found = _undone(context, clone, commit, parent) if parent else "has no parent in this clone"
-        if isinstance(found, str):
-            context.unused[f"{commit[:12]} {subject}"] = found
-        else:
-            yield found
+    with objects_of(clone) as objects:
+        log = run_git(["log", *options, head_of(clone)], objects).stdout.decode(errors="replace")
+        for line in log.split("\n")[:-1]:
+            commit, parent, subject = line.split("\t", 2)
+            found = _undone(context, objects, commit, parent) if parent else "has no parent in this clone"
+            if isinstance(found, str):
+                context.unused[f"{commit[:12]} {subject}"] = found
+            else:
+                yield found
 
 
-def _undone(context: Context, clone: Path, commit: str, parent: str) -> Candidate | str:
-    """Candidate that undoes a commit at HEAD, or the reason why there is none."""
+def _undone(context: Context, objects: Path, commit: str, parent: str) -> Candidate | str:
+    """Candidate that undoes a commit at HEAD, or the reason why there is none. objects: of `objects_of`."""
     options = ["--no-renames", "--no-ext-diff", "--no-textconv", "--no-color"]
-    literal = {"GIT_LITERAL_PATHSPECS": "1"}
-    names = run_git(["diff", *options, "--name-only", "-z", parent, commit], clone).stdout.split(b"\0")[:-1]
-    paths = [path for name in names if is_product_file(path := name.decode(errors="replace"))]
+    names = run_git(["diff", *options, "--name-only", "-z", parent, commit], objects)
+    if names.returncode:
+        return _MISSING
+    paths = [path for name in names.stdout.split(b"\0")[:-1] if is_product_file(path := name.decode(errors="replace"))]
     if not paths:
         return "changes no code of the product"
-    patch = run_git(["diff", *options, "--full-index", commit, parent, "--", *paths], clone, environment=literal).stdout
-    before = {path: context.repository.tree[path] for path in paths if path in context.repository.tree}
+    if len(paths) > 1:  # a task of several files would tie their splits together
+        return "changes several files of the product"
+    (path,) = paths
+    literal = {"GIT_LITERAL_PATHSPECS": "1"}
+    patch = run_git(["diff", *options, "--full-index", commit, parent, "--", path], objects, environment=literal)
+    if patch.returncode:
+        return _MISSING
+    before = {path: context.repository.tree[path]} if path in context.repository.tree else {}
     try:
-        after = patched_tree(before, patch, "commit")
+        after = patched_tree(before, patch.stdout, "commit")
     except TaskError:
         return "does not apply to HEAD"
-    if not before.keys() == after.keys() == set(paths):
+    if not before.keys() == after.keys() == {path}:
         return "adds or removes a file"
     try:
-        if all(_syntax(before[path]) == _syntax(after[path]) for path in paths):
+        if _syntax(before[path]) == _syntax(after[path]):
             return "changes no code"
     except (SyntaxError, ValueError):
         return "leaves code that this Python can't read"
-    edits = tuple(edit for path in paths for edit in _edits(path, before[path], after[path]))
+    except RecursionError:
+        return "leaves code that is nested too deeply"
+    edits = tuple(_edits(path, before[path], after[path]))
     functions = dict.fromkeys(
         function.key for edit in edits for function in context.functions if function.encloses(edit.path, *edit.span)
     )
