@@ -136,8 +136,10 @@ class _Run:
         self.taken, self._met, self._last = 0, 0, Look(0.0, 0.0, 0.0, 0)
         self._converged_at: int | None = None
         state = self.snapshots.latest(start.model, start.adapter, lazily=job.backend != "torch")
-        share = self._config.adamw_learning_rate / self._config.learning_rate if self._config.learning_rate else 0.0
-        self._backend = start.backend(state, MuonRule(share), ranks, store)
+        muon, adamw = job.config.learning_rate, job.config.adamw_learning_rate
+        self._rate = muon or adamw or 1.0
+        rule = MuonRule(adamw_share=adamw / self._rate, muon_share=muon / self._rate)
+        self._backend = start.backend(state, rule, ranks, store)
         self._metrics = Metrics(watchers, state.extra["metrics"] if state else ())
         if state:
             self._backend.restore(state).result()
@@ -159,12 +161,10 @@ class _Run:
         """Take one optimizer step."""
         config, train = self._config, self._train
         every = self._order.next()
-        rate = config.learning_rate * rate_factor(
-            config.schedule, self.taken, config.warmup_steps, config.max_steps, config.final_rate
-        )
+        factor = rate_factor(config.schedule, self.taken, config.warmup_steps, config.max_steps, config.final_rate)
         self._backend.clear_gradients()
         loss, entropy = self._backward(self._ranks.share(every), int(train.scored[every].sum()))
-        norm = self._backend.optim_step(rate, config.max_gradient_norm).result()
+        norm = self._backend.optim_step(self._rate * factor, config.max_gradient_norm).result()
         if not math.isfinite(norm):
             raise TrainingDiverged(
                 f"the gradient is not finite at step {self.taken}: lower learning_rate {config.learning_rate}"
@@ -179,7 +179,7 @@ class _Run:
             self.taken,
             loss=loss,
             grad_norm=norm,
-            lr=rate,
+            lr=config.learning_rate * factor,
             tokens=int(train.lengths[every].sum()),
             entropy=entropy,
         )
