@@ -184,6 +184,21 @@ def test_a_job_killed_between_its_commits_publishes_the_same_bits(world: World, 
     assert numbers(world, resumed) == numbers(world, undisturbed)
 
 
+def test_snapshots_of_a_job_killed_after_its_commits_are_removed(
+    world: World, job: RlJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def die(self: Snapshots) -> None:
+        raise Interrupted
+
+    interrupted(world, other := renamed(job, "other"))
+    with monkeypatch.context() as patch, pytest.raises(Interrupted):
+        patch.setattr(Snapshots, "clear", die)
+        run_job(job)
+    assert len(snapshots_of(world)) == 2
+    assert run_job(job) is not None
+    assert [each.manifest.config["job"] for each in snapshots_of(world)] == [other.key]
+
+
 class SlowStore(LocalStore):
     """A store that writes no manifest before it is told to."""
 
