@@ -19,7 +19,7 @@ from contracts.artifacts import Artifact, find_artifact, open_artifact
 from contracts.checkpoints import WEIGHTS
 from ops.fp8_health import MAX_SCALE_RATIO, code_facts, code_faults
 from trainer.data import make_batch
-from trainer.errors import TrainingDataError
+from trainer.errors import TrainingConfigError, TrainingDataError
 from trainer.export import TOKENIZER_FILES, load_checkpoint
 from trainer.import_hf import import_checkpoint
 from trainer.model import score
@@ -144,6 +144,15 @@ def test_first_candidate_of_an_fp8_original_is_not_refused_for_its_scales(
     assert min(ratios) < 1 / MAX_SCALE_RATIO, "the first step quantized them again"
     facts = code_facts(candidate, parent)
     assert facts is not None and list(code_faults(facts)) == []
+
+
+def test_sharded_backends_say_which_scales_of_an_fp8_original_they_refuse(
+    world: World, power_of_two: TrainResult
+) -> None:
+    refs = power_of_two.checkpoint, power_of_two.trainer_state
+    job = world.rl_job("one", own_dataset(world, power_of_two), *refs)
+    with pytest.raises(TrainingConfigError, match=r"not the largest value over 448.*set trainer\.launcher\.backend to"):
+        run_job(job.model_copy(update={"backend": "fsdp2"}))
 
 
 def swap_layer_dtype(folder: Path) -> None:
