@@ -354,6 +354,8 @@ class ArtifactWriter:
         """Digests of files that were hashed while they were written."""
         self._stored: list[FileEntry] = []
         """Files that are in the store already."""
+        self.digest = ""
+        """Content digest of the files of this writer, which `commit` sets."""
         self._attempt = uuid.uuid4().hex[:12]
         self._uploading: str | None = None
         """Folder for files that no manifest can name yet."""
@@ -417,20 +419,22 @@ class ArtifactWriter:
     def commit(self, meta: Mapping[str, Any] | None = None) -> Artifact:
         """Commit the staged files as an artifact.
 
-        If an equal artifact was committed meanwhile, drop this attempt and return the earlier one.
+        If an artifact of this key was committed meanwhile, drop this attempt and return the earlier one. Its digest
+        differs from `digest` if equal work gave other bits.
         """
         attempt, folder = self._attempt, f"artifacts/{self._kind}/{self._key}"
         self.open_attempt()
         failpoint("artifact-staged")
         uploaded = [self._upload(f"{folder}/{attempt}", name) for name in sorted(self._digests)]
         entries = sorted([*uploaded, *self._stored], key=lambda entry: entry.path)
+        self.digest = content_digest(self._kind, SCHEMA_VERSION, entries)
         manifest = Manifest(
             kind=self._kind,
             schema_version=SCHEMA_VERSION,
             action_key=self._key,
             attempt=attempt,
             files=entries,
-            content_digest=content_digest(self._kind, SCHEMA_VERSION, entries),
+            content_digest=self.digest,
             parents=self._parents,
             config=self._config,
             code_version=self._code_version,

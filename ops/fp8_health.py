@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
+from contracts.artifacts import Artifact
 from contracts.checkpoints import WEIGHTS
 from contracts.tensor_files import TensorFiles, byte_size
 
@@ -35,14 +35,19 @@ class CodeFacts:
     zero: tuple[str, ...]
     """Tensors whose codes are all zero."""
     scale_ratios: dict[str, float]
-    """Median ratio of a tensor's scales to those of the parent, by tensor."""
+    """Median ratio of a tensor's scales to those of the parent, by tensor; empty if the parent was imported."""
 
 
-def code_facts(directory: Path, parent: Path | None = None) -> CodeFacts | None:
-    """Facts about a checkpoint, compared with its parent's; None if nothing in it is quantized."""
+def code_facts(checkpoint: Artifact, parent: Artifact) -> CodeFacts | None:
+    """Facts about a checkpoint, compared with its parent's; None if nothing in it is quantized.
+
+    Scales are not compared with those of an imported parent: the first optimizer step quantizes all weights again, with
+    other scales than an FP8 original may have.
+    """
     import torch  # not needed by processes that only list the steps
 
-    files, before = TensorFiles(directory, WEIGHTS), TensorFiles(parent, WEIGHTS) if parent else None
+    files = TensorFiles(checkpoint.directory(), WEIGHTS)
+    before = None if "imported" in parent.meta else TensorFiles(parent.directory(), WEIGHTS)
     names = sorted(name for name in files.forms if f"{name}{SCALE}" in files.forms)
     if not names:
         return None

@@ -105,7 +105,7 @@ def finite_loss(records: Sequence[Mapping[str, Any]]) -> dg.AssetCheckResult:
 def fp8_codes_are_sound(candidate: Artifact, parent: Artifact) -> dg.AssetCheckResult:
     """Whether codes and scales of a checkpoint look like those of a policy trained from its parent."""
     try:
-        facts = code_facts(candidate.directory(), parent.directory())
+        facts = code_facts(candidate, parent)
     except SchemaError as error:  # the check of the layout names it, too, and stops the run
         return _checked(FP8, False, str(error), _ERROR)
     if facts is None:

@@ -28,7 +28,7 @@ def _tampering(store: Store, evaluation: Artifact) -> list[str]:
 
 def _unsound_weights(store: Store, candidate: ArtifactRef, parent: ArtifactRef) -> list[str]:
     try:
-        facts = code_facts(*(open_artifact(store, each).directory() for each in (candidate, parent)))
+        facts = code_facts(open_artifact(store, candidate), open_artifact(store, parent))
     except SchemaError:  # the smoke episode names what is missing
         return []
     return [] if facts is None else list(code_faults(facts))

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from contracts.artifacts import Artifact, ArtifactRef, discard_artifact, find_artifact, list_artifacts, open_artifact
+from contracts.artifacts import Artifact, ArtifactRef, find_artifact, open_artifact
 from contracts.retries import backoff_s
 from contracts.store import Store
 from ops.results import numbers
@@ -17,7 +17,8 @@ from resources.errors import LaunchFailed, LaunchKilled
 from resources.experiment import SftBase
 from resources.launch import Launch, Launcher
 from resources.training_logs import kept_logs
-from trainer.config import SNAPSHOT, SNAPSHOT_JOB, RlJob, SftJob
+from trainer.config import RlJob, SftJob
+from trainer.leftovers import drop_snapshots
 
 METRIC_NAMES = {"lr": "learning_rate", "old_kl": "KL to the acting policy", "tis_mean": "importance_weight_mean"}
 """Names on the asset page of the trainer's metrics, if they differ."""
@@ -95,20 +96,13 @@ def training_logs(store: Store, checkpoint: ArtifactRef) -> dict[str, str]:
     return {"training_logs": where} if where else {}
 
 
-def _drop_snapshots(store: Store, job: SftJob | RlJob) -> None:
-    """Remove snapshots of a trainer that was killed after it committed its checkpoint."""
-    for snapshot in list(list_artifacts(store, SNAPSHOT)):
-        if snapshot.manifest.config.get(SNAPSHOT_JOB) == job.key:
-            discard_artifact(store, snapshot.ref)
-
-
 def _train(step: Step, launcher: Launcher, job: SftJob | RlJob, steps: int, taken: int) -> Artifact:
     """Run `job` unless its result exists. steps: maximum number of optimizer steps; taken: steps that its start has
     taken.
     """
     found = _result(step.store, job)
     if found is not None:
-        _drop_snapshots(step.store, job)
+        drop_snapshots(step.store, job.key)
         return found
     where = step.experiment.trainer.launcher
 

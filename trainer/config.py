@@ -162,7 +162,9 @@ class RlConfig(_Growing):
     corrections: Corrections = Corrections()
     """Corrections for the difference between sampler and trainer."""
     learning_rate: float = Field(default=5e-4, ge=0)
-    """Learning rate of AdamW, for all weights. 0 changes no code and no scale."""
+    """Learning rate of AdamW, for all weights. 0 changes no code and no scale, except those of an FP8 original, which
+    the first step quantizes again (docs/models.md).
+    """
     optimizer_steps: int = Field(default=8, ge=1)
     """Number of minibatches that the iteration's groups are split into."""
     beta1: float = Field(default=0.9, ge=0, lt=1)

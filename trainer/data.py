@@ -163,10 +163,11 @@ class RowsReader:
         tokens: int,
         folder: Path | None = None,
         truncation: Truncation = "error",
-        roles: Sequence[TokenRole] = (TokenRole.POLICY,),
+        roles: Sequence[TokenRole] | None = None,
     ) -> None:
         """what: name of the table in errors. longest: tokens that the model accepts. tokens: of all rows, at most.
-        folder: see `flat_array`. truncation: rule for longer rows. roles: of the tokens that a loss uses.
+        folder: see `flat_array`. truncation: rule for longer rows. roles: of the tokens that a loss uses, without the
+        first one of a row; None: the policy's, all of which a sampler predicted, so that none is the first.
         """
         self._vocabulary, self._longest, self._truncation, self._roles = vocabulary, longest, truncation, roles
         self._token_ids = flat_array(tokens, np.int32, folder)
@@ -193,8 +194,8 @@ class RowsReader:
         token_ids, lengths = _flattened(batch.column("token_ids"))
         roles, role_counts = _flattened(batch.column("token_role"))
         self._require_whole(lengths, role_counts)
-        policy, starts = np.isin(roles, self._roles), np.cumsum(lengths) - lengths
-        if tuple(self._roles) != (TokenRole.POLICY,):
+        policy, starts = np.isin(roles, self._roles or [TokenRole.POLICY]), np.cumsum(lengths) - lengths
+        if self._roles is not None:
             policy[starts] = False  # no token predicts the first one
         keep = self._kept(roles, policy, lengths, starts)
         foreign = (token_ids >= self._vocabulary) | (token_ids < 0)
@@ -260,6 +261,10 @@ class RowsReader:
         if lengths[row] > self._longest:
             raise self._error(
                 row, f"has {lengths[row]} tokens, the model accepts {self._longest}: raise model.max_positions"
+            )
+        if first_scored[row]:
+            raise self._error(
+                row, "begins with a token of the role POLICY, which nothing predicts: begin it with its prompt"
             )
         raise self._error(row, "has no policy token after its first position: leave the row out")
 

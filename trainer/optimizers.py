@@ -138,16 +138,16 @@ class Muon:
 class MuonWithAdamW:
     """Muon for the quantized matrices, AdamW for embeddings, norms and routers."""
 
-    def __init__(self, parameters: Parameters, adamw_share: float) -> None:
-        """adamw_share: AdamW's learning rate as a multiple of the one given to `step`."""
-        self._share = adamw_share
+    def __init__(self, parameters: Parameters, adamw_share: float, muon_share: float = 1.0) -> None:
+        """adamw_share, muon_share: learning rates as multiples of the one given to `step`."""
+        self._adamw_share, self._muon_share = adamw_share, muon_share
         self._muon = Muon([buffer for buffer in parameters.buffers if buffer.name != PLAIN])
         self._adamw = AdamW([buffer for buffer in parameters.buffers if buffer.name == PLAIN], 0.9, 0.95)
 
     def step(self, learning_rate: float) -> None:
         """Apply the gradients once."""
-        self._muon.step(learning_rate)
-        self._adamw.step(learning_rate * self._share)
+        self._muon.step(learning_rate * self._muon_share)
+        self._adamw.step(learning_rate * self._adamw_share)
 
     def state(self) -> dict[str, Tensor]:
         """Tensors of both optimizers."""

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from contracts.artifacts import Artifact, open_artifact
 from contracts.checkpoints import check_checkpoint
-from contracts.failpoints import failpoint
 from contracts.store import Store
 from trainer.algorithms.advantages import generalized_advantages
 from trainer.algorithms.base import Tokens
@@ -36,20 +35,20 @@ from trainer.critic import Critic
 from trainer.data import Parts, ScoredSequence, cut_by_lengths, lengths_of, scored_of, shuffled
 from trainer.errors import OffPolicyRefused, TrainingConfigError, TrainingDiverged
 from trainer.experience import Experience, read_experience
-from trainer.export import follow_checkpoint, publish_checkpoint
 from trainer.flat import Ragged, Repeated
 from trainer.losses import balance_loss, first_not_finite, policy_loss, value_loss, z_loss
 from trainer.metrics import Metrics, Watcher
 from trainer.mismatch import mismatch_metrics
 from trainer.model import Batch, Routing, Scores
 from trainer.precision import precision_of
+from trainer.publishing import publish_result
 from trainer.ranks import ALONE, Ranks
 from trainer.result import TrainResult
 from trainer.rl_metrics import Totals, summarize
 from trainer.rl_progress import Progress, Start, open_snapshots
 from trainer.routing import require_experts
 from trainer.snapshots import Snapshots
-from trainer.state import NONE, TrainerState, follow_state, publish_state
+from trainer.state import NONE, TrainerState
 
 
 @dataclass
@@ -380,30 +379,17 @@ def _publish(
     summary: dict[str, object],
     metrics: Metrics,
 ) -> TrainResult | None:
-    """Commit the trainer state, then the checkpoint, whose existence implies that both exist.
-
-    Every rank must call this; None on those that do not publish.
-    """
-    state, weights = learner.save(step, {}), learner.backend.get_weights().result()
-    if not learner.backend.ranks.leads:
-        follow_state(state)
-        follow_checkpoint(weights)
-        return None
-    parents = {"dataset": job.dataset, "checkpoint": job.checkpoint, "trainer_state": job.trainer_state}
-    config = {"rl": job.config.model_dump(), "seed": job.seed, "numerics": job.numerics}
-    saved = publish_state(
-        store, "trainer_state", job.key, state, parents=parents, config=config, code_version=RL_VERSION
-    )
-    failpoint("state-committed")
-    checkpoint = publish_checkpoint(
+    """See `publish_result`. Every rank must call this."""
+    return publish_result(
         store,
         job.key,
-        weights,
+        learner.backend,
+        learner.save(step, {}),
         start,
-        parents=parents,
-        config=config,
+        adapter=job.config.lora.adapter if job.config.lora else None,
+        parents={"dataset": job.dataset, "checkpoint": job.checkpoint, "trainer_state": job.trainer_state},
+        config={"rl": job.config.model_dump(), "seed": job.seed, "numerics": job.numerics},
         code_version=RL_VERSION,
-        meta=summary,
-        metrics=metrics.jsonl(),
+        summary=summary,
+        metrics=metrics,
     )
-    return TrainResult(checkpoint.ref, saved.ref, summary)

@@ -8,6 +8,7 @@ from contracts.artifacts import find_artifact
 from contracts.store import open_store
 from trainer.config import RlJob, SftJob
 from trainer.devices import open_device
+from trainer.leftovers import drop_snapshots
 from trainer.metrics import Watcher
 from trainer.plan.check import check_memory
 from trainer.ranks import join_ranks
@@ -32,10 +33,13 @@ def run_job(job: SftJob | RlJob, watchers: Iterable[Watcher] = ()) -> TrainResul
     group, device = job.backend != "torch", open_device(job.device)
     with join_ranks(job.ranks, job.rank_timeout_s, group=group, device=device) as ranks:
         # the ranks decide together, since another launch may commit the result between two looks
-        if any(ranks.total(find_result(job) is not None)):
-            return find_result(job) if ranks.leads else None
-        make_deterministic(job.seed, job.threads, device)
         store = open_store(job.store)
+        if any(ranks.total(find_result(job) is not None)):
+            if not ranks.leads:
+                return None
+            drop_snapshots(store, job.key)
+            return find_result(job)
+        make_deterministic(job.seed, job.threads, device)
         check_memory(job, store)
         if isinstance(job, SftJob):
             return train_sft(job, store, watchers, ranks)

@@ -15,19 +15,18 @@ import torch
 from torch import Tensor
 
 from contracts.artifacts import Artifact, open_artifact
-from contracts.failpoints import failpoint
 from contracts.store import Store
 from trainer.backends.base import Backend, MuonRule
 from trainer.config import SFT_VERSION, SftConfig, SftJob
 from trainer.data import Parts, Rows, ScoredSequence, cut_by_lengths, cut_by_tokens
 from trainer.demonstrations import read_demonstrations
 from trainer.errors import TrainingConfigError, TrainingDiverged
-from trainer.export import follow_checkpoint, publish_checkpoint
 from trainer.losses import balance_loss, first_not_finite, z_loss
 from trainer.metrics import Metrics, Watcher
 from trainer.model import Batch, Scores
 from trainer.order import Order, Source
 from trainer.precision import DEFAULT
+from trainer.publishing import publish_result
 from trainer.ranks import ALONE, Ranks
 from trainer.result import TrainResult
 from trainer.rl import expert_counts
@@ -35,7 +34,7 @@ from trainer.routing import require_experts
 from trainer.schedule import rate_factor
 from trainer.sft_start import SftStart, read_start
 from trainer.snapshots import Snapshots
-from trainer.state import TrainerState, follow_state, publish_state
+from trainer.state import TrainerState
 
 
 @dataclass(frozen=True)
@@ -136,8 +135,10 @@ class _Run:
         self.taken, self._met, self._last = 0, 0, Look(0.0, 0.0, 0.0, 0)
         self._converged_at: int | None = None
         state = self.snapshots.latest(start.model, start.adapter, lazily=job.backend != "torch")
-        share = self._config.adamw_learning_rate / self._config.learning_rate if self._config.learning_rate else 0.0
-        self._backend = start.backend(state, MuonRule(share), ranks, store)
+        muon, adamw = job.config.learning_rate, job.config.adamw_learning_rate
+        self._rate = muon or adamw or 1.0
+        rule = MuonRule(adamw_share=adamw / self._rate, muon_share=muon / self._rate)
+        self._backend = start.backend(state, rule, ranks, store)
         self._metrics = Metrics(watchers, state.extra["metrics"] if state else ())
         if state:
             self._backend.restore(state).result()
@@ -159,12 +160,10 @@ class _Run:
         """Take one optimizer step."""
         config, train = self._config, self._train
         every = self._order.next()
-        rate = config.learning_rate * rate_factor(
-            config.schedule, self.taken, config.warmup_steps, config.max_steps, config.final_rate
-        )
+        factor = rate_factor(config.schedule, self.taken, config.warmup_steps, config.max_steps, config.final_rate)
         self._backend.clear_gradients()
         loss, entropy = self._backward(self._ranks.share(every), int(train.scored[every].sum()))
-        norm = self._backend.optim_step(rate, config.max_gradient_norm).result()
+        norm = self._backend.optim_step(self._rate * factor, config.max_gradient_norm).result()
         if not math.isfinite(norm):
             raise TrainingDiverged(
                 f"the gradient is not finite at step {self.taken}: lower learning_rate {config.learning_rate}"
@@ -179,7 +178,7 @@ class _Run:
             self.taken,
             loss=loss,
             grad_norm=norm,
-            lr=rate,
+            lr=config.learning_rate * factor,
             tokens=int(train.lengths[every].sum()),
             entropy=entropy,
         )
@@ -265,16 +264,8 @@ class _Run:
         return self._backend.save(self.taken, extra, {}).result()
 
     def publish(self, tokenizer: Artifact) -> TrainResult | None:
-        """Commit the trainer state, then the checkpoint, whose existence implies that both exist; then remove the
-        snapshots. Every rank must call this; None on those that do not publish.
-        """
+        """See `publish_result`; then remove the snapshots. Every rank must call this."""
         self.snapshots.wait()
-        state = self._backend.save(self.taken, {}, {}, optimizer=False).result()
-        weights = self._backend.get_weights().result()
-        if not self._ranks.leads:
-            follow_state(state)
-            follow_checkpoint(weights)
-            return None
         job, converged = self._job, self._converged_at is not None
         parents = {"tokenizer": job.tokenizer, "demonstrations": job.demonstrations, **job.start}
         config = {
@@ -285,10 +276,6 @@ class _Run:
             "numerics": job.numerics,
             **({"precision": job.precision.model_dump()} if job.precision != DEFAULT else {}),
         }
-        saved = publish_state(
-            self._store, "trainer_state", job.key, state, parents=parents, config=config, code_version=SFT_VERSION
-        )
-        failpoint("state-committed")
         summary = {
             "step": self.taken,
             "expected_solve": self._last.solve,
@@ -297,16 +284,19 @@ class _Run:
         }
         if not converged:
             self._metrics.add(self.taken, warning=f"max_steps {self._config.max_steps} reached before the criterion")
-        checkpoint = publish_checkpoint(
+        result = publish_result(
             self._store,
             job.key,
-            weights,
+            self._backend,
+            self._backend.save(self.taken, {}, {}, optimizer=False).result(),
             tokenizer,
+            adapter=job.lora.adapter if job.lora else None,
             parents=parents,
             config=config,
             code_version=SFT_VERSION,
-            meta=summary,
-            metrics=self._metrics.jsonl(),
+            summary=summary,
+            metrics=self._metrics,
         )
-        self.snapshots.clear()
-        return TrainResult(checkpoint.ref, saved.ref, summary)
+        if self._ranks.leads:
+            self.snapshots.clear()
+        return result

@@ -47,11 +47,11 @@ def defined(x: Tensor, weight: Tensor | None, rotary: Rotary | None, eps: float 
     return x
 
 
-def slopes(gradient: Tensor, x: Tensor, weight: Tensor | None, rotary: Rotary | None) -> list[Tensor]:
+def slopes(gradient: Tensor, x: Tensor, weight: Tensor | None, rotary: Rotary | None, eps: float = EPS) -> list[Tensor]:
     """Autograd's gradients of the definition, in float64: of x, and of the weight if there is one."""
     leaves = [leaf.detach().double().requires_grad_() for leaf in (x, weight) if leaf is not None]
     of = leaves[1] if weight is not None else None
-    return list(torch.autograd.grad(defined(leaves[0], of, rotary), leaves, gradient.double()))
+    return list(torch.autograd.grad(defined(leaves[0], of, rotary, eps), leaves, gradient.double()))
 
 
 @SETTINGS
@@ -95,6 +95,17 @@ def test_sizes_of_models(way: Way, columns: int, heads: int, dtype: torch.dtype)
     assert of_weight.dtype == weight.dtype
     assert relative_error(of_x, wanted_x) < bound(dtype)
     assert relative_error(of_weight, wanted_weight) < bound(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_are_finite_without_eps(way: Way, dtype: torch.dtype) -> None:
+    """The default; of 5 rows the last tile is not full."""
+    x = normal(5, 96, seed=1).to(way.device, dtype).requires_grad_()
+    weight = (1 + normal(96, seed=2)).to(way.device).requires_grad_()
+    gradient = normal(5, 96, seed=3).to(way.device, dtype)
+    found = torch.autograd.grad(rms_norm(x, weight), (x, weight), gradient)
+    for ours, wanted in zip(found, slopes(gradient, x, weight, None, eps=0.0), strict=True):
+        assert relative_error(ours, wanted) < bound(dtype)
 
 
 @pytest.mark.parametrize("name", [name for name in FINITE if name not in ("huge", "denormals", "tiny")])

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from test_trainer_ranks import start
+from test_trainer_resume import state_alone
 from test_trainer_rl import own_dataset
 from trainer_world import QUICKSTART, World
 
@@ -169,6 +170,23 @@ def test_a_state_continues_on_any_backend_and_number_of_ranks(world: World) -> N
         assert set(tensors) == set(found["torch"])
         for each, expected in found["torch"].items():
             assert difference(tensors[each], expected) < 1e-4, (name, each)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["fsdp2", "experts", "zero1", "zero3"])
+def test_ranks_export_the_weights_of_the_state_that_another_run_has_committed(world: World, backend: str) -> None:
+    base = run_job(world.sft_job("base", max_steps=40))
+    assert base is not None
+    moving = {"learning_rate": 1e-3, "optimizer_steps": 2, "max_gradient_norm": 1.0}
+    job = policy_job(world, base, "twice", **moving)
+    state_alone(job)
+    found = run_in_ranks(with_backend(job, 2, **BACKENDS[backend]))
+    whole = run_job(policy_job(world, base, "whole", **moving))
+    assert whole is not None
+    assert (found["trainer_state"].digest, found["checkpoint"].digest) == (
+        whole.trainer_state.digest,
+        whole.checkpoint.digest,
+    )
 
 
 @pytest.mark.slow

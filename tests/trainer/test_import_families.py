@@ -12,16 +12,20 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_model_families import MODELS
 from test_trainer_against_transformers import dequantized, episodes, hf_logprobs
+from test_trainer_rl import own_dataset
 from trainer_world import World
 
-from contracts.artifacts import Artifact, find_artifact
+from contracts.artifacts import Artifact, find_artifact, open_artifact
 from contracts.checkpoints import WEIGHTS
+from ops.fp8_health import MAX_SCALE_RATIO, code_facts, code_faults
 from trainer.data import make_batch
-from trainer.errors import TrainingDataError
+from trainer.errors import TrainingConfigError, TrainingDataError
 from trainer.export import TOKENIZER_FILES, load_checkpoint
 from trainer.import_hf import import_checkpoint
 from trainer.model import score
+from trainer.result import TrainResult
 from trainer.resume import resume_parameters
+from trainer.run import run_job
 from trainer.state import load_state
 
 transformers = pytest.importorskip("transformers")
@@ -113,6 +117,42 @@ def test_fp8_original_keeps_its_codes_and_scales(world: World, tmp_path: Path, f
     resumed = resume_parameters(loaded, load_state(saved, loaded.config), checkpoint.ref, saved.ref)
     for name, leaf in loaded.leaves.items():
         assert torch.equal(resumed.leaves[name], leaf), name
+
+
+@pytest.fixture
+def power_of_two(world: World, tmp_path: Path) -> TrainResult:
+    """An imported FP8 original whose scales are up to twice the largest value over 448."""
+    original(world, tmp_path / "hf", "qwen3")
+    tensors = load_file(tmp_path / "hf" / WEIGHTS)
+    for layer, name in enumerate(name for name in tensors if name.endswith("_proj.weight")):
+        tensors[name] *= 1.07**layer
+    save_file(tensors, tmp_path / "hf" / WEIGHTS, {"format": "pt"})
+    fp8(tmp_path / "hf", power_of_two=True)
+    checkpoint = import_checkpoint(tmp_path / "hf", world.store)
+    return TrainResult(checkpoint.ref, state_of(world, checkpoint).ref, {})
+
+
+def test_first_candidate_of_an_fp8_original_is_not_refused_for_its_scales(
+    world: World, power_of_two: TrainResult
+) -> None:
+    refs = power_of_two.checkpoint, power_of_two.trainer_state
+    trained = run_job(world.rl_job("one", own_dataset(world, power_of_two), *refs, learning_rate=1e-6))
+    assert trained is not None
+    parent, candidate = (open_artifact(world.store, each.checkpoint) for each in (power_of_two, trained))
+    before, after = (load_file(each.path(WEIGHTS)) for each in (parent, candidate))
+    ratios = [float((after[name] / before[name]).median()) for name in after if name.endswith("_scale_inv")]
+    assert min(ratios) < 1 / MAX_SCALE_RATIO, "the first step quantized them again"
+    facts = code_facts(candidate, parent)
+    assert facts is not None and list(code_faults(facts)) == []
+
+
+def test_sharded_backends_say_which_scales_of_an_fp8_original_they_refuse(
+    world: World, power_of_two: TrainResult
+) -> None:
+    refs = power_of_two.checkpoint, power_of_two.trainer_state
+    job = world.rl_job("one", own_dataset(world, power_of_two), *refs)
+    with pytest.raises(TrainingConfigError, match=r"not the largest value over 448.*set trainer\.launcher\.backend to"):
+        run_job(job.model_copy(update={"backend": "fsdp2"}))
 
 
 def swap_layer_dtype(folder: Path) -> None:

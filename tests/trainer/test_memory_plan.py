@@ -10,6 +10,7 @@ import pytest
 import torch
 from trainer_world import World
 
+import trainer.flat
 import trainer.head
 from contracts.artifacts import find_artifact
 from contracts.store import open_store
@@ -21,7 +22,17 @@ from trainer.errors import TrainingConfigError, TrainingMemoryError
 from trainer.model import score
 from trainer.model_config import ModelConfig
 from trainer.parameters import Parameters, draw_masters
-from trainer.plan import Batch, Limit, Workload, activations, check, machine_limits, plan_training, require_memory
+from trainer.plan import (
+    Batch,
+    Limit,
+    Workload,
+    activations,
+    check,
+    machine_limits,
+    plan_training,
+    require_memory,
+    torch_backend,
+)
 from trainer.plan.forecast import BackendKind
 from trainer.plan.shapes import Shapes
 from trainer.plan.tape import HOST
@@ -96,6 +107,29 @@ def test_planned_weights_are_the_bytes_of_the_trainers_buffers() -> None:
 
 def test_planner_knows_where_the_trainer_begins_to_tile_logits() -> None:
     assert activations.LARGEST_LOGITS == trainer.head.LARGEST_LOGITS
+
+
+def test_data_that_is_larger_than_the_memory_is_counted_by_its_rows() -> None:
+    assert torch_backend.IN_MEMORY == trainer.flat.IN_MEMORY
+    few, many = (
+        plan_training(Workload(DENSE.hf_config(1000), Batch(4096, 4096, rows=rows, sequences=2))).at_peak["data"]
+        for rows in (100_000, 500_000)  # 0.2 and 1 billion tokens
+    )
+    assert few < many < few + 200_000_000
+
+
+def test_the_forecast_of_supervised_training_follows_its_limits_on_tokens(world: World) -> None:
+    def plan(**config: int) -> tuple[int, str]:
+        job = world.sft_job(**config)
+        found = check._plan_warm_start(job, world.store)
+        return found.moments["backward"]["activations"], check._advice(job, found)
+
+    whole, advice = plan(batch_size=2048)
+    assert advice.startswith("set base.sft.microbatch_tokens,")
+    cut, advice = plan(batch_size=2048, microbatch_tokens=2048)
+    assert cut < whole / 5 and advice.startswith("lower base.sft.microbatch_tokens 2048,")
+    assert plan(batch_tokens=2048)[0] == pytest.approx(cut, rel=0.05)
+    assert plan(batch_size=2048, microbatch_tokens=10**6)[0] == whole
 
 
 def test_sharded_backends_hold_their_share() -> None:

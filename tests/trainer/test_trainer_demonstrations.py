@@ -59,14 +59,19 @@ def test_no_rule_keeps_more_than_fits(roles: list[int], longest: int, rule: Trun
     assert keep.all() or len(roles) > longest
 
 
-def rows_of(lists: list[tuple[list[int], list[int]]], longest: int, **settings: Any) -> RowsReader:
+def rows_of(
+    lists: list[tuple[list[int], list[int]]],
+    longest: int,
+    roles: tuple[TokenRole, ...] = (TokenRole.POLICY,),
+    **settings: Any,
+) -> RowsReader:
     table = pa.table(
         {
             "token_ids": pa.array([ids for ids, _ in lists], pa.list_(pa.int32())),
             "token_role": pa.array([roles for _, roles in lists], pa.list_(pa.uint8())),
         }
     )
-    reader = RowsReader("rows", 100, longest, sum(len(ids) for ids, _ in lists), **settings)
+    reader = RowsReader("rows", 100, longest, sum(len(ids) for ids, _ in lists), roles=roles, **settings)
     for batch in table.to_batches():
         reader.add(batch)
     return reader
@@ -96,6 +101,13 @@ def test_roles_select_the_tokens_that_train() -> None:
     assert everything[0].scored.tolist() == list(range(1, 10))
     with pytest.raises(TrainingDataError, match="row 0 has no policy token"):
         rows_of([row], 10, roles=(TokenRole.FORCED,))
+
+
+def test_a_demonstration_that_begins_with_a_policy_token_trains_the_later_ones() -> None:
+    found = rows_of([([1, 2, 3], [POLICY] * 3)], 10).finish()
+    assert found[0].scored.tolist() == [1, 2] and found.scored.tolist() == [2]
+    with pytest.raises(TrainingDataError, match="row 0 has no policy token after its first position"):
+        rows_of([([1, 2], [POLICY, PROMPT])], 10)
 
 
 @settings(deadline=None)

@@ -20,7 +20,7 @@ from contracts import failpoints
 from contracts.artifacts import Artifact, list_artifacts, open_artifact
 from contracts.store import LocalStore
 from trainer.algorithms.ppo import Ppo
-from trainer.config import SNAPSHOT, RlConfig, RlJob
+from trainer.config import SNAPSHOT, LoraConfig, RlConfig, RlJob, SftJob
 from trainer.errors import SnapshotRefused, TrainingStopped
 from trainer.metrics import Record
 from trainer.result import TrainResult
@@ -138,6 +138,65 @@ def test_iterations_of_few_steps_write_none_and_their_settings_stay_as_they_were
     with pytest.raises(Interrupted):
         run_job(usual, [stop_at(5)])
     assert not snapshots_of(world)
+
+
+def state_alone(job: SftJob | RlJob) -> None:
+    """Run a job that ends between its two commits."""
+
+    def die(name: str) -> None:
+        raise Interrupted
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Interrupted):
+        patch.setattr("trainer.publishing.failpoint", die)
+        run_job(job)
+
+
+@pytest.mark.parametrize("settings", [{}, {"lora": LoraConfig()}], ids=["all weights", "adapter"])
+@pytest.mark.parametrize("backend", ["torch", "fsdp2"])
+def test_a_checkpoint_has_the_weights_of_the_state_that_is_committed(
+    world: World, job: RlJob, backend: str, settings: dict[str, Any]
+) -> None:
+    """A second run after a kill trains other weights on other hardware; here by another seed."""
+    job = renamed(job, "pair", optimizer_steps=2, **settings).model_copy(update={"backend": backend})
+    state_alone(job)
+    (left,) = (each for each in list_artifacts(world.store, "trainer_state") if each.ref.key == job.key)
+    seen: list[Record] = []
+    found = run_job(job.model_copy(update={"seed": job.seed + 1}), [seen.append])
+    assert found is not None and found.trainer_state == left.ref and found.metrics["step"] == left.meta["step"]
+    assert "another run of this job has committed" in str(seen[-1]["warning"])
+    refs = {"checkpoint": found.checkpoint, "trainer_state": found.trainer_state}
+    assert run_job(renamed(job, "next").model_copy(update=refs)) is not None
+
+
+def test_a_base_policy_has_the_weights_of_the_state_that_is_committed(world: World) -> None:
+    job = world.sft_job("base", max_steps=2, snapshot_every=100)
+    state_alone(job)
+    base = run_job(job.model_copy(update={"seed": job.seed + 1}))
+    assert base is not None
+    assert run_job(world.rl_job("first", own_dataset(world, base), base.checkpoint, base.trainer_state)) is not None
+
+
+def test_a_job_killed_between_its_commits_publishes_the_same_bits(world: World, job: RlJob) -> None:
+    whole, killed = renamed(job, "whole"), renamed(job, "killed")
+    state_alone(killed)
+    resumed, undisturbed = run_job(killed), run_job(whole)
+    assert digests(resumed) == digests(undisturbed)
+    assert numbers(world, resumed) == numbers(world, undisturbed)
+
+
+def test_snapshots_of_a_job_killed_after_its_commits_are_removed(
+    world: World, job: RlJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def die(self: Snapshots) -> None:
+        raise Interrupted
+
+    interrupted(world, other := renamed(job, "other"))
+    with monkeypatch.context() as patch, pytest.raises(Interrupted):
+        patch.setattr(Snapshots, "clear", die)
+        run_job(job)
+    assert len(snapshots_of(world)) == 2
+    assert run_job(job) is not None
+    assert [each.manifest.config["job"] for each in snapshots_of(world)] == [other.key]
 
 
 class SlowStore(LocalStore):

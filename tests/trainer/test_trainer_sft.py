@@ -6,9 +6,11 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from trainer_world import World, make_world
 
 from contracts.artifacts import ArtifactWriter, find_artifact, list_artifacts, open_artifact
+from contracts.checkpoints import WEIGHTS
 from contracts.digests import digest_of
 from trainer.config import SftJob
 from trainer.errors import TrainingDataError, TrainingStopped
@@ -35,6 +37,15 @@ def test_another_seed_gives_another_checkpoint(world: World) -> None:
     job = world.sft_job("a")
     other = job.model_copy(update={"key": digest_of("other"), "seed": 2})
     assert run_job(job).checkpoint.digest != run_job(other).checkpoint.digest
+
+
+def test_adamw_trains_beside_a_muon_of_rate_0(world: World) -> None:
+    still, moving = (world.sft_job(f"rate-{rate}", learning_rate=0.0, adamw_learning_rate=rate) for rate in (0, 3e-3))
+    before, after = (run_job(each) for each in (still, moving))
+    assert before is not None and after is not None
+    weights = [load_file(open_artifact(world.store, each.checkpoint).path(WEIGHTS)) for each in (before, after)]
+    changed = {name for name, tensor in weights[0].items() if not torch.equal(tensor.float(), weights[1][name].float())}
+    assert changed == {name for name in weights[0] if "_proj." not in name}
 
 
 def test_committed_job_is_not_run_again(world: World) -> None:

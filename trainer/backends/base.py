@@ -66,7 +66,9 @@ class MuonRule:
     """Muon for the quantized matrices, AdamW for all other weights."""
 
     adamw_share: float
-    """AdamW's learning rate as a multiple of Muon's."""
+    """AdamW's learning rate as a multiple of that of `optim_step`."""
+    muon_share: float = 1.0
+    """Muon's."""
 
     @property
     def name(self) -> OptimizerName:

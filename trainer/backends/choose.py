@@ -16,6 +16,7 @@ from trainer.adapters import AdaptedBase
 from trainer.backends.base import Backend, Rule
 from trainer.backends.torch import TorchBackend
 from trainer.config import BackendConfig, RlJob
+from trainer.errors import TrainingConfigError
 from trainer.export import StoredLeaves
 from trainer.parameters import Parameters
 from trainer.ranks import Ranks
@@ -77,8 +78,16 @@ def continue_backend(
     else:
         state = load_state(saved, model, lazily=True)
         masters = state.masters
-        if ranks.largest(not _quantize_to(begin, model, masters, ranks.share(sorted(masters)))):
-            raise refuse(begin.ref, saved.ref)
+        own = ranks.share(sorted(masters))
+        if ranks.largest(not _quantize_to(begin, model, masters, own)):
+            leaves = StoredLeaves(begin.directory(), model)
+            if ranks.largest(any(not torch.equal(leaves[name], masters[name]) for name in own)):
+                raise refuse(begin.ref, saved.ref)
+            raise TrainingConfigError(
+                f"checkpoint {begin.ref.short} has the scales of an FP8 original, which are not the largest value over"
+                f" 448: backend {job.backend} quantizes with those scales alone; set trainer.launcher.backend to torch,"
+                " or import the bfloat16 original"
+            )
     backend = open_backend(job, model, masters, rule, ranks, store, base)
     backend.restore(state).result()
     return backend, state

@@ -57,11 +57,11 @@ class ShardedOptimizer:
         self._shards, self._ranks = shards, ranks
         self._muon: ShardedMuon | None = None
         if isinstance(rule, AdamWRule):
-            self._share = 1.0
+            self._adamw_share = 1.0
             buffers = [shard.buffer for shard in shards]
             self._adamw = AdamW(buffers, rule.beta1, rule.beta2, rule.weight_decay)
         else:
-            self._share = rule.adamw_share
+            self._adamw_share, self._muon_share = rule.adamw_share, rule.muon_share
             self._muon = ShardedMuon([shard for shard in shards if is_quantized(shard.name)], ranks)
             self._adamw = AdamW([shard.buffer for shard in shards if not is_quantized(shard.name)], 0.9, 0.95)
 
@@ -73,8 +73,8 @@ class ShardedOptimizer:
         for shard in self._shards:
             shard.buffer.gradient.mul_(factor)
         if self._muon is not None:
-            self._muon.step(learning_rate)
-        self._adamw.step(learning_rate * self._share)
+            self._muon.step(learning_rate * self._muon_share)
+        self._adamw.step(learning_rate * self._adamw_share)
         for shard in self._shards:  # the library's memory, which the next step does not use
             shard.buffer.gradient = NO_GRADIENT
         return norm

@@ -121,4 +121,4 @@ class TorchBackend:
 def _open_optimizer(parameters: Parameters, rule: Rule) -> Optimizer:
     if isinstance(rule, AdamWRule):
         return AdamW(parameters.buffers, rule.beta1, rule.beta2, rule.weight_decay)
-    return MuonWithAdamW(parameters, rule.adamw_share)
+    return MuonWithAdamW(parameters, rule.adamw_share, rule.muon_share)

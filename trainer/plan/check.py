@@ -69,8 +69,13 @@ def _plan_warm_start(job: SftJob, store: Store) -> Plan:
     train = open_artifact(store, job.demonstrations).table("train.parquet", _COLUMNS)
     found, rows = batch_of(train, 0), max(1, -(-job.config.batch_size // job.ranks))
     mean = found.all_tokens // max(found.rows, 1)
-    scored = mean * found.scored // max(found.tokens, 1)
-    batch = Batch(rows * mean, rows * scored, rows=found.rows, sequences=rows)
+    if job.config.batch_tokens is not None:
+        rows = -(-max(1, job.config.batch_tokens // max(mean, 1)) // job.ranks)
+    tokens = rows * mean
+    if job.config.microbatch_tokens is not None:  # of which one longer row is a forward pass of its own
+        tokens = min(tokens, max(job.config.microbatch_tokens, found.tokens))
+    scored = tokens * found.scored // max(found.tokens, 1)
+    batch = Batch(tokens, scored, rows=found.rows, sequences=max(1, round(tokens / max(mean, 1))))
     config = (
         open_artifact(store, job.checkpoint).json("config.json")
         if job.checkpoint is not None
@@ -113,5 +118,7 @@ def _advice(job: SftJob | RlJob, plan: Plan) -> str:
         fewer = f"lower trainer.launcher.ranks {job.ranks}, " if job.ranks > 1 else ""
         return f"{fewer}use a machine with more memory, raise its limit, or train a smaller model"
     if isinstance(job, SftJob):
-        return f"lower base.sft.batch_size {job.config.batch_size}, or use a machine with more memory"
+        limit = job.config.microbatch_tokens
+        change = "set base.sft.microbatch_tokens" if limit is None else f"lower base.sft.microbatch_tokens {limit}"
+        return f"{change}, or use a machine with more memory"
     return f"lower trainer.microbatch_tokens {job.config.microbatch_tokens}, or use a machine with more memory"

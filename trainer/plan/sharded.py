@@ -51,7 +51,7 @@ def plan_sharded(
     if not deepspeed or stage == 3:
         tape.hold("gradients", share)
     tape.hold("optimizer moments", moments * share)
-    hold_data(tape, batch)
+    hold_data(tape, batch, numbers=2)
     tape.enter("backward")
     with tape.brief("communication buffers", bucket if stage < 3 else 0):
         # of a single rank ZeRO 3 uses the parts in place, and FSDP2 copies a layer only when it computes

@@ -18,6 +18,10 @@ QUANTIZING, DEQUANTIZING = 12, 8
 """Bytes an element of a buffer beside its codes: a padded copy, its quotient by the scales, and the clamped quotient;
 codes as float32 and their products.
 """
+IN_MEMORY = 64 << 20
+"""`trainer.flat.IN_MEMORY`, which a test compares: importing it here would load torch."""
+ROW = 400
+"""Bytes a row: its place in the flat arrays, names, reward and group."""
 
 
 def plan_torch(shapes: Shapes, batch: Batch, *, moments: int, resumed: bool, cuda: bool) -> Tape:
@@ -29,7 +33,7 @@ def plan_torch(shapes: Shapes, batch: Batch, *, moments: int, resumed: bool, cud
     hold_parameters(tape, shapes)
     tape.drop("loaded checkpoint")
     tape.hold("optimizer moments", F32 * moments * shapes.parameters)
-    hold_data(tape, batch)
+    hold_data(tape, batch, numbers=2)
     tape.enter("score")
     forward(tape, shapes, batch, cuda=cuda)
     tape.enter("backward")
@@ -102,13 +106,15 @@ def requantize(tape: Tape, shapes: Shapes) -> None:
             dequantize(tape, group)
 
 
-def hold_data(tape: Tape, batch: Batch) -> None:
-    """Sequences and log probabilities of the dataset; while it is read, also as Python numbers."""
+def hold_data(tape: Tape, batch: Batch, numbers: int = 0) -> None:
+    """The dataset in the flat arrays of `trainer.flat`, of which large ones lie in files.
+
+    numbers: float32 arrays for the scored tokens: the log probabilities of the sampler, and under the starting weights.
+    """
     tokens = batch.all_tokens
     scored = tokens * batch.scored // max(batch.tokens, 1)
-    tape.hold("data", 8 * tokens + 8 * scored + F32 * scored)
-    tape.touch("data", 44 * tokens + 32 * scored)
-    tape.hold("data", 2 * F32 * scored)
+    arrays = [4 * tokens, tokens, *[F32 * scored] * numbers]
+    tape.hold("data", ROW * batch.rows + sum(min(size, IN_MEMORY) for size in arrays))
 
 
 def forward(tape: Tape, shapes: Shapes, batch: Batch, *, cuda: bool) -> None:
