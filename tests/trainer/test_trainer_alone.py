@@ -149,6 +149,8 @@ def test_supports_of_a_file_reach_the_dataset(tmp_path: Path) -> None:
         ({"token_role": None}, r"e\.parquet has no column token_role \(or spans\)"),
         ({"episode_id": ["x", "y", "x", "z"]}, r"e\.parquet: episode_id x is in several rows"),
         ({"reward": ["good"] * 4}, r"e\.parquet: column reward of type string can't be read as double"),
+        ({"reward": [1.0, None, float("nan"), 1.0]}, r"e\.parquet row 2 has the reward nan: write a finite number"),
+        ({"reward": [1.0, 0.0, 1.0, float("-inf")]}, r"e\.parquet row 3 has the reward -inf"),
         ({"group_id": [None, "a", "b", "b"]}, r"e\.parquet: column group_id is null"),
         (
             {"token_role": None, "spans": [[{"role": "judge", "start": 0, "end": 1}]] * 4},
