@@ -186,6 +186,8 @@ def test_a_truncated_or_missing_file_is_refused_by_name(tmp_path: Path) -> None:
             r"sft\.yaml field sft\.config\.max_steps: .*greater than or equal to 1 \(got 0\)",
         ),
         ({"epochs": 3}, r"sft\.yaml field sft\.epochs: Extra inputs are not permitted"),
+        ({"config": {"max_gradient_norm": float("inf")}}, r"sft\.config\.max_gradient_norm: .* finite .*\(got inf\)"),
+        ({"seed": -1}, r"sft\.yaml field sft\.seed: .*greater than or equal to 0 \(got -1\)"),
         ({"kind": "dpo"}, r"sft\.yaml field file"),
         ({"tokenizer": "nowhere"}, r"nowhere has no tokenizer\.json"),
         ({"data": "nowhere.parquet"}, r"nowhere\.parquet does not exist"),
@@ -194,6 +196,13 @@ def test_a_truncated_or_missing_file_is_refused_by_name(tmp_path: Path) -> None:
 def test_a_bad_setting_is_refused_by_name(example: Path, values: dict[str, Any], message: str) -> None:
     with pytest.raises(TriplaneError, match=message):
         prepare(change(example / "sft.yaml", **values))
+
+
+def test_a_setting_that_is_given_twice_is_refused(example: Path) -> None:
+    path = example / "sft.yaml"
+    path.write_text(f"{path.read_text()}\nkind: sft\n")
+    with pytest.raises(TrainingConfigError, match=r"sft\.yaml is not YAML \(key 'kind' is given twice"):
+        prepare(path)
 
 
 def test_the_metrics_file_has_each_step_once_after_a_kill(tmp_path: Path) -> None:
