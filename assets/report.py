@@ -14,8 +14,9 @@ from ops.report.build import commit_report
 from ops.report.chart import loss_picture, pass_rate_picture, reward_picture
 from ops.report.history import Row, earlier_rows
 from ops.report.sources import open_sources
-from ops.report.timings import earlier_seconds, iteration_seconds
+from ops.report.timings import earlier_seconds, earlier_speeds, iteration_seconds
 from ops.results import Materialized, markdown_table, numbers, result
+from ops.rollout_numbers import sampling_speed
 from ops.step import begin
 from resources.experiment import Experiment
 from resources.progress import ProgressSink
@@ -78,8 +79,12 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
         sources = open_sources(step.store, experiment.name, step.iteration, step.state.made)
         seconds = earlier_seconds(step.store, experiment.name, step.iteration)
         seconds[step.iteration] = iteration_seconds(context.instance, experiment.name, step.iteration)
+        speeds = earlier_speeds(step.store, experiment.name, step.iteration)
+        speed = sampling_speed(context.instance, experiment.name, step.iteration)
+        if speed is not None:
+            speeds[step.iteration] = speed
         earlier, gpus = earlier_rows(step.store, experiment.name, step.iteration), experiment.trainer.launcher.all_gpus
-        made = commit_report(sources, earlier, seconds, gpus)
+        made = commit_report(sources, earlier, seconds, speeds, gpus)
         if fault := update_fault(step.store):
             context.log.warning(fault)
         summary = made.json("summary.json")

@@ -49,12 +49,16 @@ def sampled_numbers(shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def speed_before(step: Step) -> dict[str, Any]:
     """Sampling speed of an earlier materialization of this partition, for the plot if a repetition samples nothing."""
-    wanted = dg.AssetRecordsFilter(
-        dg.AssetKey([step.experiment.name, step.spec.name]), asset_partitions=[step.iteration]
-    )
-    for record in step.context.instance.fetch_materializations(wanted, limit=1).records:
+    speed = sampling_speed(step.context.instance, step.experiment.name, step.iteration)
+    return {} if speed is None else {SPEED: speed}
+
+
+def sampling_speed(instance: dg.DagsterInstance, experiment: str, iteration: str) -> float | None:
+    """Tokens sampled a second, as the page of an iteration's `rollouts` shows them; None if nothing was sampled."""
+    wanted = dg.AssetRecordsFilter(dg.AssetKey([experiment, "rollouts"]), asset_partitions=[iteration])
+    for record in instance.fetch_materializations(wanted, limit=1).records:
         made = record.asset_materialization
         value = made.metadata.get(label(SPEED)) if made else None
-        if value is not None:
-            return {SPEED: value.value}
-    return {}
+        if isinstance(value, dg.FloatMetadataValue):
+            return value.value
+    return None

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
-import yaml
 from pydantic import (
     Discriminator,
     Field,
@@ -23,6 +22,7 @@ from pydantic import (
 
 from contracts.digests import digest_of
 from contracts.errors import ConfigError
+from contracts.yaml_text import load_yaml
 from curation.dataset import DatasetConfig
 from curation.rewards import RewardConfig
 from curation.tasks.demonstrations import DemonstrationConfig
@@ -90,17 +90,17 @@ class PromptsConfig(Section):
 
 
 class LimitsConfig(Section):
-    """Resource limits of one episode's sandbox."""
+    """Resource limits of one episode's sandbox; their bounds are those of a sandbox server."""
 
-    memory_mb: int = Field(default=512, ge=16)
+    memory_mb: int = Field(default=512, ge=16, le=1 << 22)
     """Memory of all processes and files together, in MiB."""
-    pids: int = Field(default=64, ge=4)
+    pids: int = Field(default=64, ge=4, le=1 << 22)
     """Processes and threads alive at once."""
-    cpu: float = Field(default=1.0, gt=0)
+    cpu: float = Field(default=1.0, gt=0, le=1024)
     """CPU cores."""
-    disk_mb: int = Field(default=64, ge=1)
+    disk_mb: int = Field(default=64, ge=1, le=1 << 24)
     """Disk space for all written files, in MiB."""
-    lifetime_s: float = Field(default=600.0, gt=0)
+    lifetime_s: float = Field(default=600.0, gt=0, le=31_536_000)
     """Maximum lifetime, in seconds."""
 
     def limits(self) -> Limits:
@@ -146,7 +146,7 @@ class LauncherConfig(BackendConfig):
     """Training processes on a machine without GPUs. Each computes a share of every batch with `threads` threads. The
     count changes the resulting bits.
     """
-    timeout_s: float = Field(default=86_400.0, gt=0)
+    timeout_s: float = Field(default=86_400.0, gt=0, le=1_000_000_000)
     """Maximum run time of a training process, in seconds."""
 
     @property
@@ -313,7 +313,7 @@ class ScheduleConfig(Section):
     """Time zone of `cron`, such as Europe/Berlin."""
     iterations: int = Field(default=1, ge=1, le=9999)
     """Iterations per night."""
-    max_hours: float | None = Field(default=None, gt=0)
+    max_hours: float | None = Field(default=None, gt=0, le=8760)
     """Begin no further iteration of a night after this time, in hours; null: no limit."""
 
     @field_validator("cron")
@@ -516,14 +516,14 @@ def read_values(source: Path, extended: tuple[Path, ...] = ()) -> dict[str, Any]
     Raises ExperimentError.
     """
     try:
-        values = yaml.safe_load(source.read_text())
+        values = load_yaml(source.read_text())
     except OSError as error:
         said = f", which {extended[-1]} extends," if extended else ""
         raise ExperimentError(
             f"experiment {source}{said} can't be read ({error.strerror}): name a YAML file in experiments/"
         ) from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ExperimentError(f"experiment {source} is not YAML: {' '.join(str(error).split())}") from None
+    except ValueError as error:
+        raise ExperimentError(f"experiment {source} is not YAML: {error}") from None
     if not isinstance(values, dict):
         raise ExperimentError(f"experiment {source} is not a mapping: begin with `name: ...`")
     base = values.pop("extends", None)

@@ -8,10 +8,10 @@ import types
 from collections.abc import Iterator
 from typing import Annotated, Any, Union, get_args, get_origin
 
-import yaml
 from pydantic import BaseModel, Discriminator, ValidationError
 from pydantic.fields import FieldInfo
 
+from contracts.yaml_text import load_yaml
 from resources.errors import ExperimentError
 
 
@@ -72,9 +72,9 @@ def _fields(places: list[Any], name: str) -> list[Any]:
 
 def _value(text: str, override: str) -> Any:
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
-        raise ExperimentError(f"override {override!r}: {text!r} is not a YAML value; quote it") from None
+        value = load_yaml(text)
+    except ValueError as error:
+        raise ExperimentError(f"override {override!r}: {text!r} is not a YAML value ({error}); quote it") from None
     if isinstance(value, str):
         try:
             return float(value)  # YAML 1.1 reads 1e-4 as a string

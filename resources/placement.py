@@ -72,7 +72,7 @@ class TrainerPlacement(PodPlacement):
     controller and the deployment the right to make them."""
     queue: str | None = Field(default=None, pattern=_NAME)
     """Kueue's LocalQueue that admits all pods of a training together; null: the scheduler places each pod."""
-    start_timeout_s: float = Field(default=600.0, gt=0)
+    start_timeout_s: float = Field(default=600.0, gt=0, le=1_000_000_000)
     """Seconds in which all pods must have started, images and waiting for free nodes included."""
 
     def resources_with(self, gpus: int) -> dict[str, dict[str, str]]:

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import Field, TypeAdapter, ValidationError
 
 from contracts.artifacts import ArtifactRef, find_artifact, open_artifact
 from contracts.digests import digest_of
 from contracts.errors import describe
 from contracts.store import Store, open_store
+from contracts.yaml_text import load_yaml
 from trainer.config import RL_VERSION, SFT_VERSION, Device, MixtureSource, RlConfig, RlJob, SftConfig, SftJob
 from trainer.errors import TrainingConfigError, TrainingError
 from trainer.metrics import Watcher
@@ -46,7 +46,7 @@ class Data(Settings):
 class _TrainFile(Settings):
     output: Path
     """Folder for the checkpoint, the metrics and the job's store. Relative paths are those of the config file."""
-    seed: int = 0
+    seed: int = Field(default=0, ge=0, lt=2**31)
     """Seed of initialization and data order."""
     device: Device = "cpu"
     """Where to train. cuda: each rank on an NVIDIA GPU of its own."""
@@ -126,11 +126,11 @@ class Plan:
 def read_file(path: Path) -> SftFile | RlFile:
     """Settings of a file. Raises TrainingConfigError with field, value and fix."""
     try:
-        values = yaml.safe_load(path.read_text())
+        values = load_yaml(path.read_text())
     except OSError as error:
         raise TrainingConfigError(f"{path} can't be read ({error.strerror}): pass a YAML file") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise TrainingConfigError(f"{path} is not YAML ({str(error).splitlines()[0]}): correct it") from None
+    except ValueError as error:
+        raise TrainingConfigError(f"{path} is not YAML ({error}): correct it") from None
     if isinstance(values, dict) and values.get("kind") == "sft":
         values = _usual(values)
     try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-import yaml
 from pydantic import (
     Field,
     SerializerFunctionWrapHandler,
@@ -19,6 +18,7 @@ from pydantic import (
 
 from contracts.adapters import TARGETS, Adapter, Target
 from contracts.artifacts import ArtifactRef, Frozen
+from contracts.yaml_text import load_yaml
 from trainer.algorithms import Algorithm
 from trainer.algorithms.corrections import Corrections
 from trainer.algorithms.grpo import Grpo
@@ -344,7 +344,7 @@ class _Job(BackendConfig, Frozen):
     """Store URL for `contracts.store.open_store`."""
     key: str
     """Action key of the checkpoint and of the trainer state."""
-    seed: int
+    seed: int = Field(ge=0, lt=2**31)
     """Seed of initialization and data order."""
     device: Device = "cpu"
     """Where ranks compute. cuda: each rank on an NVIDIA GPU of its own."""
@@ -352,7 +352,7 @@ class _Job(BackendConfig, Frozen):
     """CPU threads of each rank. The count changes the resulting bits."""
     ranks: int = Field(default=1, ge=1, le=1024)
     """Processes that share every batch. The count changes the resulting bits."""
-    rank_timeout_s: float = Field(default=45.0, gt=0)
+    rank_timeout_s: float = Field(default=45.0, gt=0, le=604_800)
     """Longest time that a rank waits for another one, which may be writing a snapshot, in seconds."""
 
     @model_validator(mode="after")
@@ -370,7 +370,7 @@ class MixtureSource(Frozen):
     """Further demonstrations of a mixture."""
 
     demonstrations: ArtifactRef
-    weight: float = Field(default=1.0, gt=0)
+    weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     """Share of the rows drawn, relative to the job's `demonstrations`, whose weight is 1."""
 
 
@@ -437,11 +437,11 @@ _JOB: TypeAdapter[SftJob | RlJob] = TypeAdapter(Job)
 def parse_job(text: str) -> SftJob | RlJob:
     """Parse a job from JSON or YAML text. Raises TrainingConfigError with field, value and fix."""
     try:
-        return _JOB.validate_python(yaml.safe_load(text))
-    except yaml.YAMLError as error:
-        raise TrainingConfigError(
-            f"the job is neither JSON nor YAML ({str(error).splitlines()[0]}): correct it"
-        ) from None
+        values = load_yaml(text)
+    except ValueError as error:
+        raise TrainingConfigError(f"the job is neither JSON nor YAML ({error}): correct it") from None
+    try:
+        return _JOB.validate_python(values)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "job"

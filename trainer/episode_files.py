@@ -79,7 +79,7 @@ def import_episodes(path: Path, store: Store) -> Artifact:
                 columns = _tokens_of(batch, path, first)
                 columns["logprobs"] = _cast(batch, "logprobs", _LOGPROBS, path)
                 columns["group_id"] = _cast(batch, "group_id", pa.string(), path)
-                columns["reward"] = _cast(batch, "reward", pa.float64(), path)
+                columns["reward"] = _rewards(batch, path, first)
                 columns["episode_id"] = _episode_ids(batch, path, first)
                 if SUPPORTS.name in schema.names:
                     columns[SUPPORTS.name] = _cast(batch, SUPPORTS.name, SUPPORTS.type, path)
@@ -172,6 +172,17 @@ def _roles(length: int, spans: list[dict[str, object]], where: str) -> np.ndarra
             raise TrainingDataError(f"{where} has a span from {start} to {end}, its tokens are 0 to {length}")
         roles[start:end] = int(TokenRole[role.upper()])
     return roles
+
+
+def _rewards(batch: pa.RecordBatch, path: Path, first: int) -> pa.Array:
+    """Column reward; null: not graded. first: number of the first row. Raises TrainingDataError for NaN or infinity."""
+    rewards = _cast(batch, "reward", pa.float64(), path)
+    row = pc.index(pc.is_finite(rewards), False).as_py()
+    if row >= 0:
+        raise TrainingDataError(
+            f"{path} row {first + row} has the reward {rewards[row]}: write a finite number, or null if not graded"
+        )
+    return rewards
 
 
 def _episode_ids(batch: pa.RecordBatch, path: Path, first: int) -> pa.Array:

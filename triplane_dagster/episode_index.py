@@ -10,13 +10,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.compute as pc
 
-from contracts.artifacts import Artifact, list_artifacts
+from contracts.artifacts import Artifact, find_artifact, list_artifacts
 from contracts.episodes import Episode, read_episodes
 from contracts.errors import ArtifactMissing
 from contracts.store import Store
+from resources.refs import read_ref
 
 MERGED = ("rollouts", "evaluation_run")
 """Artifact kinds with the episodes of finished work, the most informative first."""
@@ -96,20 +96,27 @@ def memberships(store: Store, episode_id: str) -> list[Membership]:
     return found
 
 
-def rewards_of(store: Store, rollouts: Artifact) -> dict[str, dict[str, Any]]:
+def rewards_of(store: Store, rollouts: Artifact, iteration: tuple[str, str] | None = None) -> dict[str, dict[str, Any]]:
     """Rows of `rewards.parquet` by episode id: of the artifact itself (evaluation_run), else of the rewards made from
-    it.
+    it. These may be several: the current ones of an iteration count, else the latest.
+
+    iteration: experiment and key; None: the iteration that sampled.
     """
-    if "rewards.parquet" in rollouts.names():
-        return _by_episode(rollouts.table("rewards.parquet"))
-    for rewards in list_artifacts(store, "rewards"):
-        if rollouts.ref in rewards.manifest.parents.values():
-            return _by_episode(rewards.table("rewards.parquet"))
-    return {}
+    graded: Artifact | None = rollouts
+    if "rewards.parquet" not in rollouts.names():
+        place = iteration or _sampled_by(store, rollouts)
+        current = read_ref(store, place[0], "rewards", place[1]) if place else None
+        made = [each for each in list_artifacts(store, "rewards") if rollouts.ref in each.manifest.parents.values()]
+        graded = max(made, key=lambda each: (each.ref == current, each.manifest.created_unix), default=None)
+    return {row["episode_id"]: row for row in graded.table("rewards.parquet").to_pylist()} if graded else {}
 
 
-def _by_episode(table: pa.Table) -> dict[str, dict[str, Any]]:
-    return {row["episode_id"]: row for row in table.to_pylist()}
+def _sampled_by(store: Store, rollouts: Artifact) -> tuple[str, str] | None:
+    """Experiment and key of the iteration that sampled; None if its inputs were deleted."""
+    refs = [ref for ref in rollouts.manifest.parents.values() if ref.kind == "iteration_inputs"]
+    found = find_artifact(store, refs[0].kind, refs[0].key) if refs else None
+    config = found.manifest.config if found else {}
+    return (config["experiment"], config["iteration"]) if "iteration" in config else None
 
 
 def _ids_starting_with(artifact: Artifact, prefix: str) -> Iterator[str]:

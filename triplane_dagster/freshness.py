@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from itertools import islice, pairwise
 
 import dagster as dg
@@ -15,6 +15,10 @@ NIGHTLY = ("dataset", "sampler")
 """Assets that every night brings: what sampling ends with, and the decision."""
 _TICKS = 400
 """Ticks among which the longest pause is looked for: a year of nights."""
+_FIRST = datetime(2026, 1, 1, tzinfo=UTC).timestamp()
+"""Time from which it is looked for, in seconds since 1970. Fixed, so that equal schedules have equal policies; recent,
+since daylight saving time makes one night of the year an hour longer.
+"""
 _DURATION_H = 24.0
 """Time for the first iteration of a night, if the schedule has no limit of its own, in hours."""
 
@@ -35,5 +39,6 @@ def allowed_pause(plan: ScheduleConfig) -> timedelta:
 
 def longest_pause(plan: ScheduleConfig) -> timedelta:
     """Longest time between two nights."""
-    ticks = islice(schedule_execution_time_iterator(0.0, plan.cron, plan.timezone), _TICKS)
-    return max(later - earlier for earlier, later in pairwise(ticks))
+    ticks = islice(schedule_execution_time_iterator(_FIRST, plan.cron, plan.timezone), _TICKS)
+    # of timestamps, since datetimes of one time zone are subtracted as if its clocks were never changed
+    return timedelta(seconds=max(later - earlier for earlier, later in pairwise(tick.timestamp() for tick in ticks)))

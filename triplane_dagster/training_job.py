@@ -34,7 +34,7 @@ class Training(dg.Config):
     )
     reason: str = Field(default="by hand", description="Reason, in a few words. Recorded in the store.")
     max_hours: float | None = Field(
-        default=None, gt=0, description="Begin no further iteration after this time, in hours; none: no limit."
+        default=None, gt=0, le=8760, description="Begin no further iteration after this time, in hours; none: no limit."
     )
 
 

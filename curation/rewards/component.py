@@ -10,15 +10,15 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 class Component(BaseModel):
     """Fields of every component: a name, a weight, and bounds of its value."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     name: str = Field(pattern=r"^[a-z][a-z0-9_]{0,62}$")
     """Column name in tables and plots: lower case letters, digits and underscores; neither `solved` nor `valid`."""
-    weight: float = Field(allow_inf_nan=False)
+    weight: float
     """Reward for a value of 1. 0 records the component without rewarding it."""
-    clip_low: float | None = Field(default=None, allow_inf_nan=False)
+    clip_low: float | None = None
     """Lower values are raised to this bound; null: no bound."""
-    clip_high: float | None = Field(default=None, allow_inf_nan=False)
+    clip_high: float | None = None
     """Higher values are lowered to this bound; null: no bound."""
 
     @model_validator(mode="after")

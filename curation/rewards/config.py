@@ -11,7 +11,15 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 from contracts.environment import VARIABLE
 from curation.rewards.component import Component
@@ -27,7 +35,7 @@ _HOST = re.compile(r"https?://[^/@?#\s]+(/[^@?#\s]*)?")
 
 
 class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class Endpoint(_Part):
@@ -60,7 +68,7 @@ class _Asked(Component):
     """Distinguishes this model from an earlier one of the same name; changing it sends all requests again."""
     max_chars: int = Field(default=60_000, ge=200)
     """Maximum characters of each part in the request; the middle of a longer part is left out."""
-    extra: dict[str, Any] = Field(default_factory=dict)
+    extra: dict[str, JsonValue] = Field(default_factory=dict)
     """Further fields of the request, e.g. {chat_template_kwargs: {enable_thinking: false}}. A null removes a default
     field.
     """
@@ -77,9 +85,9 @@ class JudgeComponent(_Asked):
     """Prompt of the judge. {task}, {diff}, {transcript} and {reference} are replaced by parts of the episode, fenced
     and marked as data.
     """
-    lowest: float = Field(default=0.0, allow_inf_nan=False)
+    lowest: float = 0.0
     """Worst score on the scale in the prompt."""
-    highest: float = Field(default=10.0, allow_inf_nan=False)
+    highest: float = 10.0
     """Best score on that scale."""
     samples: int = Field(default=1, ge=1, le=64)
     """Number of judgements of one episode, which are averaged. Each has its own seed, which matters above temperature
@@ -135,9 +143,9 @@ AnyComponent = Annotated[AnyShaper | JudgeComponent | RewardModelComponent, Fiel
 class RewardConfig(_Part):
     """Weights of the reward's components."""
 
-    solved: float = Field(default=1.0, allow_inf_nan=False)
+    solved: float = 1.0
     """Reward for a final state that passes every hidden test."""
-    valid: float = Field(default=0.1, allow_inf_nan=False)
+    valid: float = 0.1
     """Reward for an episode that the policy ended without a format error and with at least one successful edit."""
     max_ungraded: float = Field(default=0.05, ge=0, le=1)
     """Largest share of episodes left ungraded by infrastructure faults; above it the step fails. Under the

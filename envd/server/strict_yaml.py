@@ -6,6 +6,8 @@ from typing import Any
 
 import yaml
 
+from contracts.yaml_text import UniqueKeys, load_yaml
+
 _MOST_OPENED = 200
 """Maximum number of `{`, `[` and `- ` in a text: parsing time grows with the square of the nesting depth."""
 
@@ -14,21 +16,11 @@ def load_strictly(text: str) -> Any:
     """Parse a YAML text. Raises ValueError with the reason in one line."""
     if text.count("{") + text.count("[") + text.count("- ") > _MOST_OPENED:
         raise ValueError(f"more than {_MOST_OPENED} lists and mappings")
-    try:
-        return yaml.load(text, _Strict)
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise ValueError(" ".join(str(error).split()) or type(error).__name__) from None
+    return load_yaml(text, _Strict)
 
 
-class _Strict(yaml.SafeLoader):
+class _Strict(UniqueKeys):
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
             raise yaml.constructor.ConstructorError(None, None, "aliases are not allowed", self.peek_event().start_mark)  # type: ignore[no-untyped-call]
         return super().compose_node(parent, index)
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [str(key.value) for key, _ in node.value]
-        if len(set(keys)) != len(keys):
-            twice = next(key for key in keys if keys.count(key) > 1)
-            raise yaml.constructor.ConstructorError(None, None, f"key {twice!r} is given twice", node.start_mark)
-        return super().construct_mapping(node, deep)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,7 @@ from ops.report.episodes import viewer
 from ops.report.history import Row, row_of
 from ops.report.page import render
 from ops.report.sources import Sources
-from ops.report.timings import Seconds, earlier_costs
+from ops.report.timings import Seconds, Speeds, earlier_costs
 
 
 @dataclass(frozen=True)
@@ -37,9 +36,11 @@ def report_config(sources: Sources, earlier: list[Row]) -> dict[str, Any]:
     return {"experiment": sources.experiment, "iteration": sources.iteration, "history": digest_of(earlier)}
 
 
-def compose(sources: Sources, earlier: list[Row], seconds: Seconds, gpus: int | None = None) -> Report:
-    """Build the report of an iteration. seconds: durations of this and earlier iterations' assets, if known. gpus: that
-    the trainer uses.
+def compose(
+    sources: Sources, earlier: list[Row], seconds: Seconds, speeds: Speeds | None = None, gpus: int | None = None
+) -> Report:
+    """Build the report of an iteration. seconds, speeds: durations of this and earlier iterations' assets, and their
+    sampling speeds, if known. gpus: that the trainer uses.
     """
     tasks = sources.tasks()
     rows = [*earlier, row_of(sources)]
@@ -58,7 +59,12 @@ def compose(sources: Sources, earlier: list[Row], seconds: Seconds, gpus: int | 
     spent = earlier_costs(sources.store, sources.experiment, sources.iteration) | {sources.iteration: own}
     shown = summary | {
         "spent": spent,
-        "rows": [_timed(row, seconds.get(row["iteration"], {})) for row in rows],
+        "rows": [
+            row
+            | {"seconds": seconds.get(row["iteration"]) or None}
+            | {"tokens_per_second": (speeds or {}).get(row["iteration"])}
+            for row in rows
+        ],
         "costs": facts.costs(sources),
         "version": REPORT.version,
         "viewer": viewer(sources, tasks),
@@ -66,19 +72,22 @@ def compose(sources: Sources, earlier: list[Row], seconds: Seconds, gpus: int | 
     return Report(summary, spent, render(shown))
 
 
-def commit_report(sources: Sources, earlier: list[Row], seconds: Seconds, gpus: int | None = None) -> Artifact:
-    """Commit the `report` artifact of these sources unless it exists. gpus: that the trainer uses."""
+def commit_report(
+    sources: Sources, earlier: list[Row], seconds: Seconds, speeds: Speeds | None = None, gpus: int | None = None
+) -> Artifact:
+    """Commit the `report` artifact of these sources unless it exists; the parameters are those of `compose`."""
     inputs = {asset: artifact.ref for asset, artifact in sources.artifacts.items()}
     work = REPORT.work_with(sources.store, inputs, report_config(sources, earlier))
     found = work.find()
     if found is not None:
         return found
-    report = compose(sources, earlier, seconds, gpus)
+    report = compose(sources, earlier, seconds, speeds, gpus)
     with work.writer() as out:
         out.add_json("summary.json", report.summary)
-        # both contain durations, so they are not part of the content digest
+        # all contain durations, so they are not part of the content digest
         out.add_bytes("report.html", report.page, telemetry=True)
         out.add_json("timings.json", seconds, telemetry=True)
+        out.add_json("speeds.json", speeds or {}, telemetry=True)
         out.add_json("costs.json", report.spent, telemetry=True)
         return out.commit(
             meta={
@@ -102,9 +111,3 @@ def headline(row: Row) -> dict[str, float]:
         found |= {f"{split.value} {name}": own[key]["rate"] for key, name in zip(MEASURES, names, strict=False) if own}
     found |= {"episodes": row["episodes"], "kept": row["kept"], "policy tokens": row["policy_tokens"]}
     return {name: value for name, value in found.items() if value is not None}
-
-
-def _timed(row: Row, seconds: Mapping[str, float]) -> Row:
-    sampling, tokens = seconds.get("rollouts"), row["policy_tokens"]
-    speed = tokens / sampling if sampling and tokens is not None else None
-    return row | {"seconds": dict(seconds) or None, "tokens_per_second": speed}

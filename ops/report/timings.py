@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import dagster as dg
 
-from contracts.artifacts import Artifact
 from contracts.store import Store
 from ops.costs import Costs
 from resources.refs import partitions, read_artifact
 
 Seconds = dict[str, dict[str, float]]
 """Iteration -> asset -> seconds."""
+Speeds = dict[str, float]
+"""Iteration -> tokens that its rollouts sampled a second."""
 RUNS = 20
 """Number of runs of one iteration to read: the latest."""
 
@@ -29,18 +32,22 @@ def iteration_seconds(instance: dg.DagsterInstance, experiment: str, iteration: 
 
 def earlier_costs(store: Store, experiment: str, iteration: str) -> dict[str, Costs]:
     """Costs of the iterations before this one, from their latest report."""
-    report = _earlier_report(store, experiment, iteration)
-    found: dict[str, Costs] = report.json("costs.json") if report and "costs.json" in report.names() else {}
-    return found
+    return _earlier(store, experiment, iteration, "costs.json")
 
 
 def earlier_seconds(store: Store, experiment: str, iteration: str) -> Seconds:
     """Seconds of the iterations before this one, from their latest report."""
-    report = _earlier_report(store, experiment, iteration)
-    found: Seconds = report.json("timings.json") if report else {}
-    return found
+    return _earlier(store, experiment, iteration, "timings.json")
 
 
-def _earlier_report(store: Store, experiment: str, iteration: str) -> Artifact | None:
+def earlier_speeds(store: Store, experiment: str, iteration: str) -> Speeds:
+    """Sampling speeds of the iterations before this one, from their latest report."""
+    return _earlier(store, experiment, iteration, "speeds.json")
+
+
+def _earlier(store: Store, experiment: str, iteration: str, name: str) -> dict[str, Any]:
+    """A file of the latest report before an iteration; empty if there is none."""
     reports = [each for each in partitions(store, experiment, "report") if each < iteration]
-    return read_artifact(store, experiment, "report", reports[-1]) if reports else None
+    report = read_artifact(store, experiment, "report", reports[-1]) if reports else None
+    found: dict[str, Any] = report.json(name) if report and name in report.names() else {}
+    return found

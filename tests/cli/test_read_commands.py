@@ -7,15 +7,24 @@ import locale
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import NoReturn
 
+import pyarrow as pa
 import pytest
-from cli_history import EXPERIMENT, History, Run
+from cli_history import EXPERIMENT, History, Run, write_history
 from hypothesis import given
 from hypothesis import strategies as st
 
+from contracts.artifacts import Artifact
+from contracts.store import open_store
+from resources.refs import write_ref
+from tests.report.report_world import commit, write_world
 from triplane_dagster import cli
+from triplane_dagster.cli.history import json_of, summary
 from triplane_dagster.cli.output import cell
+from triplane_dagster.cli.serve import asked_policy
+from triplane_dagster.episode_index import rewards_of
 
 
 def test_help_teaches_with_examples(here: Run) -> None:
@@ -53,6 +62,56 @@ def test_status_in_json_has_whole_digests_and_rewards(here: Run, history: Histor
 def test_status_of_an_empty_store_says_how_to_begin(here: Run) -> None:
     assert "triplane demo" in here("--store", "empty", "status").stdout
     assert json.loads(here("--store", "empty", "status", "--json").stdout) == []
+
+
+@pytest.mark.parametrize("given", [EXPERIMENT, "other-name", "experiments/other-name.yaml"])
+def test_an_experiment_is_named_by_itself_or_by_its_file(
+    given: str, here: Run, history: History, tmp_path: Path
+) -> None:
+    (tmp_path / "experiments").mkdir()
+    (tmp_path / "experiments" / "other-name.yaml").write_text(f"name: {EXPERIMENT}\n")
+    (found,) = json.loads(here("status", "-e", given, "--json").stdout)
+    assert (found["experiment"], found["live"]["policy"]["digest"]) == (EXPERIMENT, history.digest("next"))
+    assert len(json.loads(here("episodes", "list", "-e", given, "--json").stdout)) == 4
+    assert asked_policy(history.store, given, "live").ref == history.artifacts["next"].ref
+
+
+def test_status_compares_with_the_policy_that_training_started_from(tmp_path: Path) -> None:
+    """With overlap, an older one sampled."""
+    store = open_store(str(tmp_path))
+    world = write_world(store)
+    base, acting, suite = (world.history.artifacts[name].ref for name in ("base", "next", "suite"))
+    inputs = commit(store, "iteration_inputs", {"policy": acting, "task_suite": suite}, {"inputs.json": {}})
+    write_ref(store, EXPERIMENT, "iteration_inputs", "0000", inputs.ref)
+    found = json_of(summary(store, EXPERIMENT, "0000", {}))
+    assert found["parent"] == base.digest
+    assert found["pass_rates"]["gate"]["parent"]["rate"] == 0.25
+    assert found["measures"]["held_out"]["parent"]["sampled"]["rate"] == 0.25
+
+
+def test_episodes_show_the_current_grading_of_an_iteration_else_the_latest(tmp_path: Path) -> None:
+    history = write_history(open_store(str(tmp_path)))
+    store, rollouts, first = history.store, history.artifacts["rollouts"], history.artifacts["rewards"]
+    table = first.table("rewards.parquet")
+    place = table.schema.get_field_index("reward")
+
+    def grade(reward: float) -> Artifact:
+        rewards = pa.array([reward] * table.num_rows, table.schema.field(place).type)
+        graded = table.set_column(place, table.schema.field(place), rewards)
+        parents = {"rollouts": rollouts.ref}
+        return commit(
+            store, "rewards", parents, {}, lambda out: out.add_table("rewards.parquet", graded), {"all": reward}
+        )
+
+    gradings = [grade(reward) for reward in (0.25, 0.5, 0.75)]
+
+    def shown(iteration: tuple[str, str] | None) -> set[float]:
+        return {row["reward"] for row in rewards_of(store, rollouts, iteration).values()}
+
+    assert shown(None) == {0.75}
+    assert shown((EXPERIMENT, "0000")) == set(table["reward"].to_pylist())
+    write_ref(store, EXPERIMENT, "rewards", "0000", gradings[1].ref)
+    assert shown((EXPERIMENT, "0000")) == {0.5}
 
 
 def test_episodes_list_shows_rewards_and_can_filter(here: Run, history: History) -> None:
@@ -95,6 +154,8 @@ def test_episodes_show_in_json_contains_the_recorded_tokens(here: Run, history: 
         (["episodes", "list", "-e", "nosuch"], "nosuch"),
         (["episodes", "list", "-e", EXPERIMENT, "-i", "0042"], "0042"),
         (["serve", "-e", EXPERIMENT, "--policy", "feedbeef"], "feedbeef"),
+        (["serve", "-e", "nosuch"], "no experiment 'nosuch'"),
+        (["status", "-e", "nosuch"], f"has {EXPERIMENT}"),
         (["experiments", "show", "-e", "nosuch"], "nosuch"),
         (["--store", "gs://bucket", "status"], "gs"),
     ],

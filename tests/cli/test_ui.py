@@ -5,14 +5,19 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
 
+import httpx
 import pytest
 
 from contracts.errors import ConfigError
 from contracts.processes import start_of
+from ops.report import ROUTE
+from tests.webserver import wait_until_up
 from triplane_dagster.cli.ui import alone, keep_running, require_free
 
 
@@ -60,3 +65,23 @@ def test_one_instance_has_one_ui(tmp_path: Path) -> None:
             raise AssertionError("two at once")
     with alone(tmp_path / "home"):
         pass
+
+
+@pytest.mark.slow
+def test_records_and_a_relative_store_are_those_of_the_working_directory(tmp_path: Path) -> None:
+    """As for every other command, also in a folder without workspace.yaml and dagster.yaml."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    place = {name: value for name, value in os.environ.items() if name != "DAGSTER_HOME"} | {"TRIPLANE_STORE": "mine"}
+    command = [sys.executable, "-c", "from triplane_dagster.cli import main; main()", "ui", "--port", str(port)]
+    log = tmp_path / "ui.log"
+    with log.open("wb") as sink:
+        child = subprocess.Popen(command, cwd=tmp_path, env=place, stdout=sink, stderr=sink, stdin=subprocess.DEVNULL)
+    try:
+        wait_until_up(f"http://127.0.0.1:{port}", child, log, 240)
+        answer = httpx.get(f"http://127.0.0.1:{port}{ROUTE}/{'0' * 64}")
+        assert f"in {tmp_path / 'mine'}: " in answer.text
+    finally:
+        child.terminate()
+        child.wait(60)
+    assert (tmp_path / ".triplane" / "dagster" / "storage").is_dir() and (tmp_path / ".triplane-ui.lock").is_file()

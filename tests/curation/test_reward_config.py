@@ -48,6 +48,7 @@ def rewards_key(experiment: Experiment, folder: Path) -> str:
             "cushion 6 exceeds budget 5: lower it",
         ),
         ({"kind": "trace", "name": "t", "weight": 1, "rule": "luck"}, "components.0.rule = 'luck'"),
+        (JUDGE | {"extra": {"top_p": float("inf")}}, "components.0.extra.top_p.* = inf: Input should be a finite"),
         (JUDGE | {"template": "{dif}"}, "template names {dif}: known are {task}, {diff}"),
         (JUDGE | {"template": "how good?"}, "template uses no part of the episode"),
         (JUDGE | {"lowest": 5, "highest": 5}, "lowest 5.0 is not below highest 5.0"),

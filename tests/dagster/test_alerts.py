@@ -32,6 +32,7 @@ from triplane_dagster.alerts import (
 )
 from triplane_dagster.assembly import definitions_for
 from triplane_dagster.executors import step_executor
+from triplane_dagster.freshness import longest_pause
 from triplane_dagster.jobs import EXPERIMENT_TAG
 from triplane_dagster.lost_retries import WILL_RETRY_TAG
 from triplane_dagster.overdue import overdue_messages, overdue_sensors
@@ -185,6 +186,19 @@ def test_dataset_and_sampler_of_a_scheduled_experiment_become_overdue(tiny: Expe
     assert policies(tiny) == {}
     expected = dg.FreshnessPolicy.time_window(fail_window=ALLOWED)
     assert policies(tiny.model_copy(update={"schedule": PLAN})) == {"dataset": expected, "sampler": expected}
+
+
+@pytest.mark.parametrize(
+    ("cron", "timezone", "hours"),
+    [
+        ("0 2 * * *", "UTC", 24),
+        ("0 2 * * *", "Europe/Berlin", 25),
+        ("30 2 * * *", "America/New_York", 25),
+        ("0 3 * * mon", "Europe/Berlin", 7 * 24 + 1),
+    ],
+)
+def test_the_longest_pause_includes_the_hour_that_autumn_adds(cron: str, timezone: str, hours: int) -> None:
+    assert longest_pause(ScheduleConfig(cron=cron, timezone=timezone)) == timedelta(hours=hours)
 
 
 def test_an_overdue_experiment_is_told_once_until_it_recovers(

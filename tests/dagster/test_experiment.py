@@ -55,6 +55,20 @@ def test_shipped_experiments_load_and_pass_a_dry_run(
         ("seed", "is not field=value"),
         ("name.x=2", "which has no fields"),
         ("name=Big Name", "name = 'Big Name'"),
+        ("trainer.corrections.importance_cap=.inf", "trainer.corrections.importance_cap = inf: Input should be a"),
+        ("trainer.max_gradient_norm=inf", "trainer.max_gradient_norm = inf: Input should be a"),
+        ("trainer.algorithm.clip_high=.inf", "trainer.algorithm.clip_high = inf: Input should be a"),
+        ("base.sft.max_gradient_norm=.nan", "base.sft.max_gradient_norm = nan: Input should be a"),
+        ("trainer.launcher.timeout_s=.inf", "trainer.launcher.timeout_s = inf: Input should be a"),
+        ("trainer.launcher.timeout_s=1e300", "trainer.launcher.timeout_s = 1e+300: Input should be less than"),
+        ("sandboxes.limits.lifetime_s=.inf", "sandboxes.limits.lifetime_s = inf: Input should be a"),
+        ("sandboxes.limits.cpu=1e300", "sandboxes.limits.cpu = 1e+300: Input should be less than"),
+        ("engine={kind: vllm, drain_s: .inf}", "engine.drain_s = inf: Input should be a"),
+        ("rewards.valid=.inf", "rewards.valid = inf: Input should be a"),
+        ("schedule.max_hours=.inf", "schedule.max_hours = inf: Input should be a"),
+        ("schedule.max_hours=1e11", "schedule.max_hours = 100000000000.0: Input should be less than"),
+        ("trainer={beta1: 0.5, beta2: 0.5, beta1: 0.6}", "key 'beta1' is given twice"),
+        ("description=2026-02-30", "is not a YAML value (day is out of range for month); quote it"),
     ],
 )
 def test_a_bad_value_is_named_with_its_fix(override: str, said: str) -> None:
@@ -140,11 +154,21 @@ def test_the_former_grpo_section_is_refused_with_the_new_place_of_each_key() -> 
     assert "\n" not in said
 
 
-@pytest.mark.parametrize("text", ["", "- a", "name: [", "name: x\nname2: y"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "- a", "name: [", "name: x\nname2: y", "name: x\ndescription: 2026-02-30", "name: x\nseed: " + "9" * 5000],
+)
 def test_a_malformed_file_is_named(text: str, tmp_path: Path) -> None:
     path = tmp_path / "broken.yaml"
     path.write_text(text)
     with pytest.raises(ExperimentError, match=r"broken\.yaml"):
+        load_experiment(path)
+
+
+def test_a_section_that_is_given_twice_is_named_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "twice.yaml"
+    path.write_text("name: twice\ntrainer: {beta1: 0.5}\nseed: 1\ntrainer: {beta2: 0.5}\n")
+    with pytest.raises(ExperimentError, match=r"twice\.yaml .*key 'trainer' is given twice .*line 4"):
         load_experiment(path)
 
 

@@ -19,6 +19,7 @@ from resources.errors import ExperimentError, IterationRefused
 from resources.experiment import Experiment, load_experiment
 from resources.refs import read_artifact, write_ref
 from resources.registry import Registry
+from triplane_dagster.cli.history import json_of, summaries
 from triplane_dagster.jobs import HALF_TAG
 from triplane_dagster.run import open_runner
 from triplane_dagster.sequence import run_iterations
@@ -49,6 +50,9 @@ def test_each_iteration_but_the_first_is_sampled_one_training_before_its_start(r
     assert acting == [policies[0], policies[0], policies[1]]
     ages = [staleness(ran_ahead.store, each.policy, each.start.checkpoint) for each in inputs if each and each.start]
     assert ages == [0, 1, 1]
+    rows = [json_of(each) for each in summaries(ran_ahead.store, ran_ahead.experiment.name)]
+    assert [row["parent"] for row in rows] == policies[:3]
+    assert all(row["pass_rates"]["gate"]["parent"] for row in rows)
 
 
 @pytest.mark.slow

@@ -56,7 +56,7 @@ async def test_a_server_started_before_the_first_policy_becomes_ready_with_it(
 ) -> None:
     server = start("unborn")
     waiting = await server.ready(503)
-    assert waiting["policy"] is None and waiting["live"] is None and "base_policy" in waiting["reason"]
+    assert waiting["policy"] is None and waiting["live"] is None and "'unborn'" in waiting["reason"]
     root = f"http://{await server.address()}"
     async with httpx.AsyncClient(timeout=30) as http:
         assert (await http.get(f"{root}/health")).status_code == 200

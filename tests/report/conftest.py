@@ -22,7 +22,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 def page_of(store: Store, iteration: str) -> bytes:
     earlier = earlier_rows(store, EXPERIMENT, iteration)
-    return compose(find_sources(store, EXPERIMENT, iteration), earlier, {"0000": {"rollouts": 2.0}}).page
+    seconds, speeds = {"0000": {"rollouts": 2.0}}, {"0000": 512.5}
+    return compose(find_sources(store, EXPERIMENT, iteration), earlier, seconds, speeds).page
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import dagster as dg
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,8 +22,11 @@ from ops.report.facts import histogram
 from ops.report.history import earlier_rows, row_of
 from ops.report.page import read_data
 from ops.report.sources import find_sources
+from ops.report.timings import earlier_speeds
 from ops.report.tokens import Vocabulary
+from ops.rollout_numbers import sampling_speed
 from resources.errors import NotMaterialized
+from resources.refs import write_ref
 from tests.cli.cli_history import EXPERIMENT, byte_tokenizer
 
 
@@ -45,7 +49,7 @@ def test_the_row_of_an_iteration_repeats_its_artifacts(world: World, first: dict
     assert first["headline"]["held_out maj@4"] == 0.75
     assert row["acting"] == world.history.digest("base") and row["candidate"] == world.history.digest("next")
     assert (row["decision"], row["episodes"], row["kept"]) == ("live", 4, 2)
-    assert row["tokens_per_second"] == row["policy_tokens"] / 2.0
+    assert (row["seconds"], row["tokens_per_second"]) == ({"rollouts": 2.0}, 512.5)
     assert first["decision"]["reasons"] == ["good enough"]
 
 
@@ -139,6 +143,24 @@ def test_a_report_is_found_again_and_chains(world: World) -> None:
     assert digests["summary.json"] and digests["report.html"] is None and digests["timings.json"] is None
     (row,) = earlier_rows(world.store, EXPERIMENT, "0001")
     assert [row] == once.json("summary.json")["rows"]
+
+
+def test_sampling_speed_is_that_of_the_page_of_the_rollouts_and_is_kept_for_later_reports(
+    world: World, tmp_path: Path
+) -> None:
+    with dg.DagsterInstance.ephemeral(str(tmp_path)) as instance:
+        for speed in (90.0, 700.5):
+            shown = {"tokens per second": speed}
+            made = dg.AssetMaterialization([EXPERIMENT, "rollouts"], partition="0000", metadata=shown)
+            instance.report_runless_asset_event(made)
+        assert sampling_speed(instance, EXPERIMENT, "0000") == 700.5
+        assert sampling_speed(instance, EXPERIMENT, "0001") is None
+    store = open_store(str(tmp_path / "store"))
+    write_world(store)
+    report = commit_report(find_sources(store, EXPERIMENT, "0000"), [], {}, {"0000": 700.5})
+    write_ref(store, EXPERIMENT, "report", "0000", report.ref)
+    assert earlier_speeds(store, EXPERIMENT, "0001") == {"0000": 700.5}
+    assert earlier_speeds(store, EXPERIMENT, "0000") == {}
 
 
 def test_seconds_change_no_digest(world: World, tmp_path: Path) -> None:

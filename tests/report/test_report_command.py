@@ -49,11 +49,19 @@ def test_the_materialized_report_is_the_one_shown(here: Path) -> None:
     assert (here / "out" / "page.html").read_bytes() == made.path("report.html").read_bytes()
 
 
+def test_an_experiment_is_found_by_its_file(world: World, here: Path) -> None:
+    (here / "experiments").mkdir()
+    (here / "experiments" / "other-name.yaml").write_text(f"name: {EXPERIMENT}\n")
+    for given in ("other-name", "experiments/other-name.yaml"):
+        code, printed, said = run(world.store.url, "-e", given)
+        assert (code, printed.strip()) == (0, str(here / f"{EXPERIMENT}-0001.html")), said
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("-i", "0042"), "iteration 0042 has no rollouts"),
-        (("-e", "nobody"), "run `triplane iterate -e nobody` first"),
+        (("-e", "nobody"), "no experiment 'nobody' in "),
         (("--output", "/proc/page.html"), "name another file with --output"),
     ],
 )

@@ -6,13 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from trainer_world import World
 
 import trainer.flat
 import trainer.head
-from contracts.artifacts import find_artifact
+from contracts.artifacts import ArtifactWriter, find_artifact
 from contracts.store import open_store
 from contracts.supports import Supports, supports_of
 from resources.experiment import load_experiment
@@ -33,7 +34,7 @@ from trainer.plan import (
     require_memory,
     torch_backend,
 )
-from trainer.plan.forecast import BackendKind
+from trainer.plan.forecast import BackendKind, batch_of
 from trainer.plan.shapes import Shapes
 from trainer.plan.tape import HOST
 from trainer.run import run_job
@@ -216,6 +217,31 @@ def test_job_that_can_not_fit_is_refused_before_it_publishes_anything(
     assert find_artifact(open_store(job.store), "checkpoint", job.key) is None
     monkeypatch.setattr(check, "machine_limits", lambda: [Limit("a phone", 50_000_000)])
     assert run_job(job) is not None
+
+
+def test_the_forecast_reads_its_data_piece_by_piece(world: World) -> None:
+    rows, length = 8000, 1000
+    roles = pa.array(np.resize(np.array([0, 1], np.uint8), rows * length))
+    offsets = pa.array(np.arange(0, rows * length + 1, length, dtype=np.int32))
+    table = pa.table({name: pa.ListArray.from_arrays(offsets, roles) for name in ("token_ids", "token_role")})
+    with ArtifactWriter(world.store, "demonstrations", "d" * 64, parents={}, config={}, code_version="1") as out:
+        out.add_table("train.parquet", table)
+        made = out.commit()
+    usual, counted = pa.default_memory_pool(), pa.proxy_memory_pool(pa.default_memory_pool())
+    pa.set_memory_pool(counted)
+    try:
+        check.check_memory(world.sft_job().model_copy(update={"demonstrations": made.ref}), world.store)
+    finally:
+        pa.set_memory_pool(usual)
+    assert 0 < counted.max_memory() < table.nbytes / 2
+
+
+def test_the_forecast_is_the_same_however_its_data_is_cut() -> None:
+    roles = [[0, 1, 1], [0] * 7, [0, 1], [], [0, 2, 1, 1]]
+    table = pa.table({"token_role": pa.array(roles, pa.list_(pa.uint8()))})
+    found = [batch_of(table.to_batches(max_chunksize=size), 8, ranks=2) for size in (1, 2, 5)]
+    assert found == [Batch(tokens=8, scored=3, rows=5, sequences=2)] * 3
+    assert batch_of([], 8) == batch_of(table.slice(3, 1).to_batches(), 8) == Batch(0, 0)
 
 
 @pytest.mark.parametrize("backend", ["torch", "fsdp2", "deepspeed"])

@@ -149,6 +149,8 @@ def test_supports_of_a_file_reach_the_dataset(tmp_path: Path) -> None:
         ({"token_role": None}, r"e\.parquet has no column token_role \(or spans\)"),
         ({"episode_id": ["x", "y", "x", "z"]}, r"e\.parquet: episode_id x is in several rows"),
         ({"reward": ["good"] * 4}, r"e\.parquet: column reward of type string can't be read as double"),
+        ({"reward": [1.0, None, float("nan"), 1.0]}, r"e\.parquet row 2 has the reward nan: write a finite number"),
+        ({"reward": [1.0, 0.0, 1.0, float("-inf")]}, r"e\.parquet row 3 has the reward -inf"),
         ({"group_id": [None, "a", "b", "b"]}, r"e\.parquet: column group_id is null"),
         (
             {"token_role": None, "spans": [[{"role": "judge", "start": 0, "end": 1}]] * 4},
@@ -184,6 +186,8 @@ def test_a_truncated_or_missing_file_is_refused_by_name(tmp_path: Path) -> None:
             r"sft\.yaml field sft\.config\.max_steps: .*greater than or equal to 1 \(got 0\)",
         ),
         ({"epochs": 3}, r"sft\.yaml field sft\.epochs: Extra inputs are not permitted"),
+        ({"config": {"max_gradient_norm": float("inf")}}, r"sft\.config\.max_gradient_norm: .* finite .*\(got inf\)"),
+        ({"seed": -1}, r"sft\.yaml field sft\.seed: .*greater than or equal to 0 \(got -1\)"),
         ({"kind": "dpo"}, r"sft\.yaml field file"),
         ({"tokenizer": "nowhere"}, r"nowhere has no tokenizer\.json"),
         ({"data": "nowhere.parquet"}, r"nowhere\.parquet does not exist"),
@@ -192,6 +196,13 @@ def test_a_truncated_or_missing_file_is_refused_by_name(tmp_path: Path) -> None:
 def test_a_bad_setting_is_refused_by_name(example: Path, values: dict[str, Any], message: str) -> None:
     with pytest.raises(TriplaneError, match=message):
         prepare(change(example / "sft.yaml", **values))
+
+
+def test_a_setting_that_is_given_twice_is_refused(example: Path) -> None:
+    path = example / "sft.yaml"
+    path.write_text(f"{path.read_text()}\nkind: sft\n")
+    with pytest.raises(TrainingConfigError, match=r"sft\.yaml is not YAML \(key 'kind' is given twice"):
+        prepare(path)
 
 
 def test_the_metrics_file_has_each_step_once_after_a_kill(tmp_path: Path) -> None:

@@ -132,6 +132,8 @@ def test_a_job_survives_json_and_yaml(world: World, tmp_path: Path) -> None:
         parse_job(job.model_dump_json().replace('"batch_size":16', '"batch_size":0'))
     with pytest.raises(TrainingConfigError, match="neither JSON nor YAML"):
         parse_job("{: [")
+    with pytest.raises(TrainingConfigError, match="key 'threads' is given twice"):
+        parse_job(job.model_dump_json().replace('"threads":', '"threads":3,"threads":'))
 
 
 LAUNCHER = f"""

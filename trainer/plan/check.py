@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
-from contracts.artifacts import open_artifact
+from contracts.artifacts import Artifact, open_artifact
 from contracts.chat import ChatTokenizer
 from contracts.episodes import SUPPORTS
 from contracts.errors import SchemaError
@@ -20,7 +22,6 @@ from trainer.plan.shapes import Shapes
 from trainer.plan.tape import Plan
 from trainer.plan.torch_backend import plan_warm_start
 
-_COLUMNS = ["token_ids", "token_role"]
 _BY_BATCH = ("activations", "logits")
 UNQUANTIZED = ("fp32", "bf16")
 """Recipes whose weights have no codes, which the forecast assumes."""
@@ -45,14 +46,13 @@ def check_memory(job: SftJob | RlJob, store: Store) -> None:
 def _plan_iteration(job: RlJob, store: Store) -> Plan:
     config = open_artifact(store, job.checkpoint).json("config.json")
     dataset = open_artifact(store, job.dataset)
-    train = dataset.table("train.parquet", _COLUMNS)
+    found = batch_of(_rows(dataset), job.config.microbatch_tokens, job.ranks)
     supported = SUPPORTS.name in pq.read_schema(dataset.path("train.parquet")).names
-    batch = replace(batch_of(train, job.config.microbatch_tokens, job.ranks), supported=supported)
     state = open_artifact(store, job.trainer_state).json("state.json")
     return plan_training(
         Workload(
             config=config,
-            batch=_known(job, batch),
+            batch=_known(job, replace(found, supported=supported)),
             backend=job.backend,
             ranks=job.ranks,
             stage=job.stage,
@@ -66,8 +66,8 @@ def _plan_iteration(job: RlJob, store: Store) -> Plan:
 
 def _plan_warm_start(job: SftJob, store: Store) -> Plan:
     chat = ChatTokenizer.from_directory(open_artifact(store, job.tokenizer).directory())
-    train = open_artifact(store, job.demonstrations).table("train.parquet", _COLUMNS)
-    found, rows = batch_of(train, 0), max(1, -(-job.config.batch_size // job.ranks))
+    found = batch_of(_rows(open_artifact(store, job.demonstrations)), 0)
+    rows = max(1, -(-job.config.batch_size // job.ranks))
     mean = found.all_tokens // max(found.rows, 1)
     if job.config.batch_tokens is not None:
         rows = -(-max(1, job.config.batch_tokens // max(mean, 1)) // job.ranks)
@@ -82,6 +82,11 @@ def _plan_warm_start(job: SftJob, store: Store) -> Plan:
         else job.model.hf_config(chat.vocabulary_size)
     )
     return plan_warm_start(Shapes.of(config), _known(job, batch), cuda=job.device == "cuda").plan(job.ranks)
+
+
+def _rows(data: Artifact) -> Iterator[pa.RecordBatch]:
+    """Rows to train on, a few at a time: the data may be larger than the memory."""
+    return data.batches("train.parquet", ["token_role"])
 
 
 def _known(job: SftJob | RlJob, batch: Batch) -> Batch:

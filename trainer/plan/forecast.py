@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -66,14 +66,17 @@ def plan_training(work: Workload) -> Plan:
     return tape.plan(work.ranks)
 
 
-def batch_of(table: pa.Table, microbatch_tokens: int, ranks: int = 1) -> Batch:
-    """Largest forward pass over rows with `token_ids` and `token_role`, if each rank packs `microbatch_tokens`."""
-    if not table.num_rows:
+def batch_of(batches: Iterable[pa.RecordBatch], microbatch_tokens: int, ranks: int = 1) -> Batch:
+    """Largest forward pass over rows with `token_role`, if each rank packs `microbatch_tokens`."""
+    rows = total = longest = scored = 0
+    for batch in batches:
+        roles = batch.column("token_role")
+        lengths = pc.list_value_length(roles)
+        rows, total = rows + batch.num_rows, total + (pc.sum(lengths).as_py() or 0)
+        longest = max(longest, pc.max(lengths).as_py() or 0)
+        scored += pc.sum(pc.equal(pc.list_flatten(roles), int(TokenRole.POLICY))).as_py() or 0
+    if not total:
         return Batch(0, 0)
-    lengths = pc.list_value_length(table.column("token_ids"))
-    roles = table.column("token_role").combine_chunks()
-    scored = pc.sum(pc.equal(pc.list_flatten(roles), int(TokenRole.POLICY))).as_py() or 0
-    total, longest, rows = pc.sum(lengths).as_py(), pc.max(lengths).as_py(), table.num_rows
     tokens = min(max(microbatch_tokens, longest), -(-total // ranks) if rows > ranks else longest)
     sequences = max(1, round(tokens * rows / total))
     return Batch(tokens, -(-tokens * scored // total), rows=rows, sequences=sequences)

@@ -10,6 +10,7 @@ import typer
 from contracts.artifacts import Artifact, list_artifacts, open_artifact
 from contracts.errors import ArtifactMissing
 from contracts.store import Store, open_store
+from triplane_dagster.cli.experiments import name_in_store
 from triplane_dagster.cli.options import AsJson, ExperimentName, Limit
 from triplane_dagster.cli.output import console, print_json, print_rows
 from triplane_dagster.cli.transcript import episode_json, print_episode
@@ -43,10 +44,11 @@ def list_episodes(
         triplane episodes list -i 0002 --unsolved     # what went wrong in iteration 2
     """
     store = open_store()
-    source = _artifact(store, artifact) if artifact else _rollouts(store, experiment, iteration)
+    place = None if artifact else _place(store, experiment, iteration)
+    source = _rollouts(store, *place) if place else _artifact(store, artifact)
     rows = [
         row
-        for row in _rows(store, source)
+        for row in _rows(store, source, place)
         if (not task or row["task"] == task) and (solved is None or row["solved"] == solved)
     ]
     title = f"{source.ref.kind} {source.ref.short}: {min(limit, len(rows))} of {len(rows)} episodes"
@@ -72,8 +74,8 @@ def show(
         print_episode(console(), found)
 
 
-def _rows(store: Store, source: Artifact) -> Iterator[dict[str, Any]]:
-    rewards = rewards_of(store, source)
+def _rows(store: Store, source: Artifact, place: tuple[str, str] | None) -> Iterator[dict[str, Any]]:
+    rewards = rewards_of(store, source, place)
     columns = ["episode_id", "task_id", "sample", "outcome", "turns", "policy_tokens"]
     for row in source.table("episodes.parquet", columns=columns).to_pylist():
         graded = rewards.get(row["episode_id"], {})
@@ -90,15 +92,21 @@ def _rows(store: Store, source: Artifact) -> Iterator[dict[str, Any]]:
         }
 
 
-def _rollouts(store: Store, experiment: str, iteration: str) -> Artifact:
-    from resources.refs import partitions, require_ref
+def _place(store: Store, experiment: str, iteration: str) -> tuple[str, str]:
+    """Name of the experiment in the store, and the iteration or, if none is given, the last one with rollouts."""
+    from resources.refs import partitions
 
-    wanted = iteration or max(partitions(store, experiment, "rollouts"), default="")
+    name = name_in_store(store, experiment)
+    wanted = iteration or max(partitions(store, name, "rollouts"), default="")
     if not wanted:
-        raise ArtifactMissing(
-            f"{experiment} has no rollouts in {store.url}: run `triplane iterate -e {experiment}` first"
-        )
-    return open_artifact(store, require_ref(store, experiment, "rollouts", wanted))
+        raise ArtifactMissing(f"{name} has no rollouts in {store.url}: run `triplane iterate -e {name}` first")
+    return name, wanted
+
+
+def _rollouts(store: Store, experiment: str, iteration: str) -> Artifact:
+    from resources.refs import require_ref
+
+    return open_artifact(store, require_ref(store, experiment, "rollouts", iteration))
 
 
 def _artifact(store: Store, prefix: str) -> Artifact:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from contracts.errors import ConfigError
+from contracts.store import Store
 from triplane_dagster.cli.options import AsJson, ExperimentName, Overrides
 from triplane_dagster.cli.output import print_json, print_rows
 
@@ -22,6 +23,25 @@ def find_experiment(name: str, overrides: list[str] | None = None) -> Experiment
     from resources.experiment import load_experiment
 
     return load_experiment(file_of(name), overrides)
+
+
+def name_in_store(store: Store, name: str) -> str:
+    """This name, if `store` has an experiment of it, else that of the experiment which `find_experiment` finds.
+
+    Raises ConfigError that lists the known names.
+    """
+    from resources.errors import ExperimentError
+    from resources.refs import experiments_in
+
+    stored = experiments_in(store)
+    if name in stored:
+        return name
+    try:
+        return find_experiment(name).name
+    except ExperimentError:
+        raise
+    except ConfigError as error:
+        raise ConfigError(f"{error}; store {store.url} has {', '.join(stored) or '(none)'}") from None
 
 
 def file_of(name: str) -> Path:

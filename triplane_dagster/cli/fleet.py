@@ -156,12 +156,12 @@ def update(
     from contracts.store import open_store
     from inference.engines.policies import PolicyDirectory
     from inference.fleet.update import Loader, Rollout, roll
-    from triplane_dagster.cli.serve import find_policy
+    from triplane_dagster.cli.serve import asked_policy
 
     if Path(policy).is_dir():
         files = PolicyDirectory(Path(policy).resolve(), Path(policy).resolve().name)
     else:
-        checkpoint = find_policy(open_store(), experiment, policy)
+        checkpoint = asked_policy(open_store(), experiment, policy)
         files = PolicyDirectory(checkpoint.directory(), checkpoint.ref.digest)
     began = time.monotonic()
 

@@ -29,7 +29,9 @@ class IterationSummary:
 
     iteration: str
     parent: str | None
-    """Digest of the acting policy."""
+    """Digest of the policy that the candidate was trained from and is compared with; before the evaluation, of the
+    acting policy, which with overlap may be an older one.
+    """
     policy: str | None
     """Digest of the new checkpoint."""
     train_reward: float | None
@@ -74,7 +76,7 @@ def summary(store: Store, experiment: str, iteration: str, undone: Mapping[str, 
     evaluation = read_artifact(store, experiment, "evaluation", iteration)
     return IterationSummary(
         iteration=iteration,
-        parent=inputs.manifest.parents["policy"].digest if inputs else None,
+        parent=_parent(inputs, evaluation),
         policy=candidate.digest if candidate else None,
         train_reward=_train_reward(read_artifact(store, experiment, "rewards", iteration)),
         rates=_rates(store, evaluation),
@@ -171,6 +173,12 @@ def percent(rate: PassRate | None) -> str | None:
     if rate is None or rate.rate is None:
         return None
     return f"{rate.rate:.1%} [{rate.low:.0%}, {rate.high:.0%}]"
+
+
+def _parent(inputs: Artifact | None, evaluation: Artifact | None) -> str | None:
+    if evaluation is not None:
+        return evaluation.manifest.parents["parent"].digest
+    return inputs.manifest.parents["policy"].digest if inputs else None
 
 
 def _train_reward(rewards: Artifact | None) -> float | None:

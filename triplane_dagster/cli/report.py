@@ -10,6 +10,7 @@ import typer
 
 from contracts.errors import ArtifactMissing, ConfigError
 from contracts.store import Store, open_store
+from triplane_dagster.cli.experiments import name_in_store
 from triplane_dagster.cli.options import ExperimentName
 from triplane_dagster.cli.stale import stale_lines
 
@@ -34,6 +35,7 @@ def report(
         triplane report -i 0003 --output page.html     # a file to send: it needs no network
     """
     store = open_store()
+    experiment = name_in_store(store, experiment)
     wanted = iteration or _last(store, experiment)
     for line in stale_lines(store, experiment):
         typer.echo(line, err=True)
@@ -82,9 +84,7 @@ def _drawn(store: Store, experiment: str, iteration: str) -> bytes:
     from ops.report.build import compose
     from ops.report.history import earlier_rows
     from ops.report.sources import find_sources
-    from ops.report.timings import earlier_seconds
+    from ops.report.timings import earlier_seconds, earlier_speeds
 
-    earlier = earlier_rows(store, experiment, iteration)
-    return compose(
-        find_sources(store, experiment, iteration), earlier, earlier_seconds(store, experiment, iteration)
-    ).page
+    place = (store, experiment, iteration)
+    return compose(find_sources(*place), earlier_rows(*place), earlier_seconds(*place), earlier_speeds(*place)).page

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import sys
@@ -12,6 +13,7 @@ import typer
 from contracts.artifacts import Artifact, ArtifactRef, list_artifacts, open_artifact
 from contracts.errors import ArtifactMissing, ConfigError
 from contracts.store import Store, open_store
+from triplane_dagster.cli.experiments import name_in_store
 from triplane_dagster.cli.options import ExperimentName
 
 
@@ -57,7 +59,7 @@ def serve(
             )
         _serve_live(open_store(), experiment, listen, poll, wait or math.inf, drain)
         return
-    checkpoint = find_policy(open_store(), experiment, policy)
+    checkpoint = asked_policy(open_store(), experiment, policy)
     typer.echo(f"serving policy {checkpoint.ref.short} at http://{listen}", err=True)
     command = [sys.executable, "-m", "inference", "serve", "--policy", str(checkpoint.directory())]
     command += ["--version", checkpoint.ref.digest, "--listen", listen]
@@ -72,8 +74,12 @@ def _serve_live(
     from inference.server.follow import Wanted
     from inference.server.serve import Following, Serving, serve_live
 
+    @functools.cache
+    def name() -> str:
+        return name_in_store(store, experiment)  # looked up until it is found: the store may get it later
+
     def live() -> Wanted:
-        checkpoint = find_policy(store, experiment, "live")
+        checkpoint = find_policy(store, name(), "live")
         return Wanted(checkpoint.ref.digest, checkpoint.directory)
 
     typer.echo(f"serving the live policy of {experiment} at http://{listen}", err=True)
@@ -82,6 +88,12 @@ def _serve_live(
         serve_live(Following(live, poll_s, wait_s), serving)
     except KeyboardInterrupt:
         return
+
+
+def asked_policy(store: Store, experiment: str, policy: str) -> Artifact:
+    """`find_policy` for an experiment as the command line names it. A digest needs none. Raises also ConfigError."""
+    name = name_in_store(store, experiment) if policy in ("live", "base") else experiment
+    return find_policy(store, name, policy)
 
 
 def find_policy(store: Store, experiment: str, policy: str) -> Artifact:

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from contracts.store import Store, open_store
 from contracts.tasks import Split
+from triplane_dagster.cli.experiments import name_in_store
 from triplane_dagster.cli.options import AsJson
 from triplane_dagster.cli.output import console, print_json, print_rows
 from triplane_dagster.cli.stale import print_stale
@@ -21,7 +22,7 @@ FEW = 10
 
 def status(
     experiment: Annotated[
-        str, typer.Option("--experiment", "-e", help="Only this experiment; default: all in the store.")
+        str, typer.Option("--experiment", "-e", help="Only this experiment (name or file); default: all in the store.")
     ] = "",
     as_json: AsJson = False,
 ) -> None:
@@ -36,7 +37,7 @@ def status(
     from resources.refs import experiments_in
 
     store = open_store()
-    names = [experiment] if experiment else experiments_in(store)
+    names = [name_in_store(store, experiment)] if experiment else experiments_in(store)
     found = [_status(store, name) for name in names]
     if as_json:
         print_json(found)

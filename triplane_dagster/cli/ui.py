@@ -45,23 +45,22 @@ def ui(
 
         triplane ui --port 3001
     """
-    root = project_root()
+    definitions = project_workspace()
     require_free(host, port)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that no process outlives this one
     typer.echo(f"http://{host}:{port} (Ctrl-C stops it)", err=True)
     os.environ.setdefault("DAGSTER_DISABLE_TELEMETRY", "1")
-    os.environ.setdefault("TRIPLANE_STORE", str(Path(".triplane/store").absolute()))
-    os.chdir(root)
     from triplane_dagster.dead_runs import end_dead_runs
     from triplane_dagster.experiment_files import experiments_folder, load_folder
     from triplane_dagster.pools import limit_pools
     from triplane_dagster.run import open_instance
     from triplane_dagster.webserver import serve
 
-    with open_instance() as instance, alone(Path(instance.root_directory).resolve()):
+    # records, store and experiments are those of this folder, as for every other command
+    with open_instance() as instance, alone(Path(os.environ.get("DAGSTER_HOME") or ".").resolve()):
         end_dead_runs(instance)  # they would occupy the queue's only slot
         limit_pools(instance, load_folder(experiments_folder()).experiments)
-        with code_servers(instance) as workspace, daemon(instance, workspace):
+        with code_servers(instance, definitions) as workspace, daemon(instance, workspace):
             serve(instance, workspace, host, port)
 
 
@@ -78,8 +77,8 @@ def alone(home: Path) -> Iterator[None]:
 
 
 @contextmanager
-def code_servers(instance: DagsterInstance) -> Iterator[Path]:
-    """Start processes that load the definitions once for all clients, as `dagster dev` does.
+def code_servers(instance: DagsterInstance, definitions: Path) -> Iterator[Path]:
+    """Start processes that load the definitions of a workspace file once for all clients, as `dagster dev` does.
 
     Yields a workspace file with their addresses.
     """
@@ -87,7 +86,7 @@ def code_servers(instance: DagsterInstance) -> Iterator[Path]:
 
     with (
         ProxyServerManager(
-            instance, WorkspaceFileTarget(["workspace.yaml"]), code_server_log_level="WARNING"
+            instance, WorkspaceFileTarget([str(definitions)]), code_server_log_level="WARNING"
         ) as servers,
         tempfile.TemporaryDirectory() as folder,
     ):
@@ -148,9 +147,9 @@ def require_free(host: str, port: int) -> None:
         raise ConfigError(f"cannot listen at {host}:{port} ({why}): choose another --host or --port") from None
 
 
-def project_root() -> Path:
-    """Folder with workspace.yaml: the working directory, else the repository. Raises ConfigError."""
-    for folder in (Path.cwd(), Path(__file__).parents[2]):
+def project_workspace() -> Path:
+    """workspace.yaml of the working directory, else of the repository. Raises ConfigError."""
+    for folder in (Path(), Path(__file__).parents[2]):
         if (folder / "workspace.yaml").is_file():
-            return folder
+            return folder / "workspace.yaml"
     raise ConfigError(f"no workspace.yaml in {Path.cwd()}: run this in a clone of the repository")

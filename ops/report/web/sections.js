@@ -17,7 +17,7 @@ function headline(data) {
   if (row.train) add("Train reward, mean", short(row.train.reward), `pass rate ${percent(row.train.rate)}`, `${count(row.train.graded)} graded episodes`);
   add("Episodes", count(row.episodes), missing(row.kept) ? null : `${count(row.kept)} train, ${count(row.episodes - row.kept)} left out`);
   if (!missing(row.solve_rate_bias)) add("Straggler bias", points(row.solve_rate_bias), `points: ${percent(row.solve_rate_kept)} of the kept episodes solved`, `estimate with stragglers: ${percent(row.solve_rate_estimated)}`);
-  add("Policy tokens", short(row.policy_tokens), missing(row.tokens_per_second) ? null : `${short(row.tokens_per_second)} a second`);
+  add("Policy tokens", short(row.policy_tokens), missing(row.tokens_per_second) ? null : `${short(row.tokens_per_second)} tokens sampled a second`);
   if (row.training) add("Training", `${row.training.optimizer_steps} steps`, `loss ${short(row.training.loss)}`, `entropy ${short(row.training.entropy)}`, `KL ${short(row.training.old_kl)}`);
   if (row.seconds) add("Time", seconds(Object.values(row.seconds).reduce((a, b) => a + b, 0)), `rollouts ${seconds(row.seconds.rollouts)}`);
   byId("headline").append(...cards);
@@ -53,7 +53,7 @@ function curves(data) {
     training("Loss", "loss", "var(--s2)"),
     training("Entropy", "entropy", "var(--s4)", { zero: true }),
     training("KL", "old_kl", "var(--s5)", { note: "to the acting policy", zero: true }),
-    lineChart("Tokens a second", labels, [{ name: "policy tokens a second of rollouts", color: "var(--s1)", values: rows.map((row) => row.tokens_per_second) }], { zero: true }),
+    lineChart("Tokens a second", labels, [{ name: "tokens sampled a second", color: "var(--s1)", values: rows.map((row) => row.tokens_per_second) }], { zero: true }),
     stackedBars("Seconds by asset", labels, spent, { format: seconds }),
   ].filter(Boolean));
 }
