@@ -167,6 +167,16 @@ def test_flips_name_every_reward_that_another_grading_changed() -> None:
     assert flips(old, old).num_rows == 0
 
 
+def test_flips_name_a_changed_verdict_that_changes_no_reward() -> None:
+    old = grade([episode("a", final_diff=b"wrong"), episode("b", final_diff=b"wrong")])
+    rows = old.to_pylist()
+    rows[0]["verdict"], rows[0]["findings"] = "tampered", ["spoof:conftest"]
+    found = flips(old, pa.Table.from_pylist(rows, schema=REWARDS)).to_pylist()
+    assert [(row["episode_id"], row["old_verdict"], row["new_verdict"]) for row in found] == [
+        ("a", "completed", "tampered")
+    ]
+
+
 def test_grading_twice_gives_the_same_content() -> None:
     rows = [episode(str(index), final_diff=[b"right", b"wrong"][index % 2]) for index in range(40)]
     assert table_digest(grade(rows)) == table_digest(grade(rows))

@@ -35,7 +35,7 @@ GOLDEN = {
     "evaluation_run greedy": "c79fd84a755d91d55ef9df99599689870078b2781a1f4bf2bf8176b49b97f139",
     "evaluation": "77526a8afd2c07c7f1486a75cda6a39270def7a5a38c6353bd7b2e1b00049463",
     "sampler": "964426c1132e78a4a3e69e439cb6a2aa2412c0f3045eb09b90c5b9cadd0321b5",
-    "reward_flips": "03d92e42bbd4b472c2c434bfdaac109cbbb72dd3c5439ecdf16a8a3cfab7f9fc",
+    "reward_flips": "062597f92c87827294473db42a337bf162802e1cf59390a0757748dbbd9585a2",
     "report": "12f4aa6082cc13ff09935f0d85486aec8a2e4ec9171ea5e4044ade81e850bd84",
 }
 """Keys of TINY. One may change only together with its step's code version, or work is made twice."""
