@@ -6,7 +6,9 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from contracts.chat import CALL_START, TURN_END, ChatTokenizer, ToolCallText, parse_turn
+from contracts.chat import CALL_START, END_OF_TEXT, TURN_END, ChatTokenizer, ToolCallText, parse_turn
+from contracts.digests import canonical_json
+from contracts.errors import SchemaError
 from inference.errors import BadRequest
 from inference.server.api import CalledTool, Message, Tool
 
@@ -116,7 +118,8 @@ def _call(call: CalledTool) -> ToolCallText:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except ValueError:
+            canonical_json(arguments)
+        except (ValueError, SchemaError, RecursionError):
             raise BadRequest(f"arguments of tool call {call.function.name} are not JSON: send an object") from None
     if not isinstance(arguments, dict):
         raise BadRequest(f"arguments of tool call {call.function.name} are not an object")
