@@ -170,7 +170,8 @@ class BuiltinEngine:
         self._tokenizer = directory / "tokenizer.json"
 
     async def version(self) -> str:
-        """See Engine.version."""
+        """See Engine.version. Raises EngineStopped if there is no next token: the engine was closed or has failed."""
+        self._check_running()
         return self._version
 
     @property

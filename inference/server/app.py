@@ -4,8 +4,8 @@ request JSON -> pydantic model -> engine -> OpenAI-shaped answer, or a stream of
 any TriplaneError -> {"error": {message, type, code}}
 
 A server that can't serve the live policy is withdrawn: /health and new completions return 503 until weights are loaded.
-Requests in flight finish. Before its first policy, /health returns 200 and everything else 503. /ready tells whether to
-send requests (`readiness`).
+Requests in flight finish. Before its first policy, /health returns 200 and everything else 503. Once its engine has
+failed, everything returns 503, and `serve` ends. /ready tells whether to send requests (`readiness`).
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Application:
         self.readiness.withdrawn = None
 
     async def version(self) -> str | None:
-        """Served policy version; None before the first one."""
+        """Served policy version; None before the first one. Raises EngineStopped once the engine has failed."""
         return None if self._opened is None else await self._opened.version()
 
     async def close(self) -> None:
@@ -104,6 +104,7 @@ class Application:
     async def _health(self, request: Request) -> JSONResponse:
         if self.readiness.withdrawn is not None:
             return JSONResponse({"status": "withdrawn", "reason": self.readiness.withdrawn}, status_code=503)
+        await self.version()
         return JSONResponse({"status": "ok"})
 
     async def _ready(self, request: Request) -> JSONResponse:

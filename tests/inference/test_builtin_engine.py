@@ -280,6 +280,8 @@ async def test_a_failure_of_the_engine_reaches_every_caller(policy: Path, monkey
     assert all(isinstance(error, EngineStopped) and "no room" in str(error) for error in found)
     with pytest.raises(EngineStopped, match="no room"):
         await engine.score([1, 2])
+    with pytest.raises(EngineStopped, match="no room"):
+        await engine.version()
     await engine.close()
 
 
