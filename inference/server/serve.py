@@ -10,7 +10,6 @@ from pathlib import Path
 import uvicorn
 
 from contracts.addresses import Address
-from contracts.chat import ChatTokenizer
 from inference.engines.builtin import BuiltinEngine
 from inference.fleet.joining import Joining, joined
 from inference.router.publisher import EventPublisher
@@ -56,14 +55,10 @@ class Serving:
     """URL at which those routers reach this server. None: where it listens."""
 
     def opener(self, publisher: EventPublisher | None) -> Opener:
-        """Opens engine and tokenizer of a policy."""
+        """Opens the engine of a policy."""
 
-        def opened(directory: Path, version: str) -> tuple[BuiltinEngine, ChatTokenizer | None]:
-            tokenizer = ChatTokenizer.from_directory(directory) if (directory / "tokenizer.json").is_file() else None
-            engine = BuiltinEngine(
-                directory, version, max_batch=self.max_batch, threads=self.threads, publish=publisher
-            )
-            return engine, tokenizer
+        def opened(directory: Path, version: str) -> BuiltinEngine:
+            return BuiltinEngine(directory, version, max_batch=self.max_batch, threads=self.threads, publish=publisher)
 
         return opened
 
