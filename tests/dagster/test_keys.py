@@ -14,7 +14,7 @@ from curation.tasks.build import planned_key
 from curation.tasks.demonstrations import demonstrations_key
 from curation.tokenizer import tokenizer_key
 from ops.graph import ITERATION_INPUTS, ONCE, PER_ITERATION, REPORT, TASK_SUITE, graph_of
-from ops.readings import Reading
+from ops.readings import Reading, sampling_slice
 from ops.spec import Refs
 from ops.state import IterationInputs, IterationState, Start
 from resources.experiment import Experiment, SftBase, load_experiment, parse_experiment
@@ -148,6 +148,15 @@ def test_an_equal_policy_plays_an_evaluation_once_across_experiments(store: Stor
     one, two = (all_keys(parse_experiment({"name": name}), store) for name in ("one", "two"))
     assert one["evaluation_run"] == two["evaluation_run"]
     assert one["rollouts"] != two["rollouts"]
+
+
+def test_the_version_of_the_chat_is_part_of_what_imported_policies_sample_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    bases = ({"kind": "sft"}, {"kind": "import", "path": "/models/one"})
+    made, imported = (parse_experiment({"name": "one", "base": base}) for base in bases)
+    before = sampling_slice(made), sampling_slice(imported)
+    monkeypatch.setattr("ops.readings.CHAT_VERSION", "another")
+    assert sampling_slice(made) == before[0]
+    assert sampling_slice(imported) == before[1] | {"chat_version": "another"}
 
 
 def test_iteration_inputs_are_named_by_their_place_alone(store: Store) -> None:
