@@ -113,11 +113,17 @@ class ChatTokenizer:
         self.call_end: int = self._ids[CALL_END]
 
     @classmethod
-    def from_directory(cls, directory: Path, *, spaced: bool = False) -> ChatTokenizer:
-        """Load `tokenizer.json`. Raises SchemaError if it is missing or lacks the markup."""
+    def from_directory(cls, directory: Path, *, spaced: bool | None = None) -> ChatTokenizer:
+        """Load `tokenizer.json`. spaced: None is the layout of the directory's chat template.
+
+        Raises SchemaError if it is missing or lacks the markup.
+        """
         path = directory / "tokenizer.json"
         if not path.is_file():
             raise SchemaError(f"{directory} has no tokenizer.json: is it a checkpoint directory?")
+        template = directory / "chat_template.jinja"
+        if spaced is None:
+            spaced = template.is_file() and _COMPACT not in template.read_text()
         return cls(Tokenizer.from_file(str(path)), spaced=spaced)
 
     @property
@@ -180,9 +186,7 @@ class ChatTokenizer:
 def chat_template(*, spaced: bool = False) -> str:
     """The Jinja template that renders the same tokens through `transformers`; stored in every checkpoint."""
     text = (Path(__file__).parent / "chat_template.jinja").read_text()
-    return text.replace("__GLUE__", "\\n" if spaced else "").replace(
-        "__SEPARATORS__", "" if spaced else ", separators=(',', ':')"
-    )
+    return text.replace("__GLUE__", "\\n" if spaced else "").replace("__SEPARATORS__", "" if spaced else _COMPACT)
 
 
 def message_views(tokenizer: ChatTokenizer, token_ids: Sequence[int], roles: Sequence[int]) -> list[Mapping[str, Any]]:
