@@ -21,6 +21,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from contracts.digests import canonical_json
 from contracts.episodes import TokenRole
 from contracts.errors import SchemaError
 
@@ -66,12 +67,15 @@ def render_call(call: ToolCallText, *, spaced: bool = False) -> str:
 
 
 def parse_turn(text: str) -> ParsedTurn:
-    """Tool calls in the text of a turn, without its end token. A turn without calls ends the episode."""
+    """Tool calls in the text of a turn, without its end token. A turn without calls ends the episode.
+
+    Refuses also what JSON readers let through but nothing can write down again: NaN, infinity, lone surrogates.
+    """
     calls: list[ToolCallText] = []
     for match in _CALL.finditer(text):
         try:
             body = json.loads(match.group(1))
-        except (json.JSONDecodeError, RecursionError):
+        except (ValueError, RecursionError):
             return ParsedTurn((), "tool call is not JSON")
         if not (
             isinstance(body, dict)
@@ -84,6 +88,10 @@ def parse_turn(text: str) -> ParsedTurn:
     rest = _CALL.sub("", text)
     if CALL_START in rest or CALL_END in rest:
         return ParsedTurn((), "tool call is not closed")
+    try:
+        canonical_json([[call.name, call.arguments] for call in calls])
+    except (ValueError, SchemaError):
+        return ParsedTurn((), "tool call is not JSON")
     return ParsedTurn(tuple(calls), None)
 
 

@@ -98,6 +98,9 @@ def test_written_calls_are_read_back(calls: list[ToolCallText], spaced: bool) ->
         '<tool_call>{"name":"a","arguments":{}}',
         '<tool_call>{"name":1,"arguments":{}}</tool_call>',
         "</tool_call>",
+        '<tool_call>{"name":"a","arguments":{"x":"\\ud83d"}}</tool_call>',
+        f'<tool_call>{{"name":"a","arguments":{{"x":{"9" * 5000}}}}}</tool_call>',
+        '<tool_call>{"name":"a","arguments":{"x":NaN}}</tool_call>',
     ],
 )
 def test_malformed_calls_give_a_reason(text: str) -> None:
