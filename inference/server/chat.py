@@ -12,6 +12,8 @@ from contracts.errors import SchemaError
 from inference.errors import BadRequest
 from inference.server.api import CalledTool, Message, Tool
 
+_ENDS = (TURN_END, END_OF_TEXT)
+"""Texts of the tokens at which a message stops."""
 _TOOLS = "You may call these tools, described as JSON, one a line:"
 
 
@@ -55,7 +57,7 @@ def answer_message(text: str, answer_id: str) -> tuple[dict[str, Any], str]:
 
     Malformed calls remain text.
     """
-    body = text.removesuffix(TURN_END)
+    body = text.removesuffix(next((end for end in _ENDS if text.endswith(end)), ""))
     turn = parse_turn(body)
     if turn.error is not None or not turn.calls:
         return {"role": "assistant", "content": body}, "stop"
@@ -82,7 +84,7 @@ class MessageParts:
         self._text += text
         sure, call, _ = self._text.partition(CALL_START)
         if not call:
-            marks = (mark[:length] for mark in (CALL_START, TURN_END) for length in range(len(mark), 0, -1))
+            marks = (mark[:length] for mark in (CALL_START, *_ENDS) for length in range(len(mark), 0, -1))
             sure = sure.removesuffix(max((mark for mark in marks if sure.endswith(mark)), key=len, default=""))
         more = sure.rstrip("\n")[len(self._sent) :]
         self._sent += more
