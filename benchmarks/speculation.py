@@ -21,7 +21,7 @@ from benchmarks.policies import write_random_policy
 from benchmarks.result import Options, Result
 from benchmarks.workbench import DEFAULT_FOLDER, Workbench
 from contracts.artifacts import Artifact, open_artifact
-from contracts.chat import ChatTokenizer
+from contracts.chat import ChatTokenizer, parse_turn
 from contracts.episodes import read_episodes
 from contracts.store import Store
 from inference.engines.base import Completion, SamplingParams
@@ -30,7 +30,6 @@ from inference.grammar.compiled import Vocabulary, compiled
 from inference.grammar.matcher import Matcher
 from inference.grammar.tools import tools_grammar
 from inference.rollouts.transcript import policy_turns
-from inference.rollouts.turn import read_turn
 from resources.experiment import Experiment
 from resources.progress import no_progress
 from resources.refs import require_ref
@@ -242,7 +241,7 @@ def _random_calls(work: Path, policy: Path, options: SpeculationOptions) -> floa
     valid = 0
     for each in ended:
         last = len(each.token_ids) - each.token_ids[::-1].index(tokenizer_.call_end)
-        valid += read_turn(tokenizer_.decode(each.token_ids[:last])).error is None
+        valid += parse_turn(tokenizer_.decode(each.token_ids[:last])).error is None
     return 100 * valid / len(ended)
 
 

@@ -6,8 +6,8 @@
     <|im_start|>assistant\\n                                                      environment tokens
     ...
 
-Markup is encoded by token id; other text is encoded with special tokens disabled, so that no file content can close a
-turn.
+Markup is encoded by token id; other text is encoded with added tokens disabled, so that no file content can close a
+turn or a tool's response.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from contracts.digests import canonical_json
 from contracts.episodes import TokenRole
 from contracts.errors import SchemaError
 
@@ -29,8 +30,14 @@ TURN_START = "<|im_start|>"
 TURN_END = "<|im_end|>"
 CALL_START, CALL_END = "<tool_call>", "</tool_call>"
 RESPONSE_START, RESPONSE_END = "<tool_response>", "</tool_response>"
+THINK_START, THINK_END = "<think>", "</think>"
 SPECIAL_TOKENS = (END_OF_TEXT, TURN_START, TURN_END, CALL_START, CALL_END, RESPONSE_START, RESPONSE_END)
+CHAT_VERSION = "2"
+"""Part of the key of an imported policy's rollouts: bumped when its tokenizer would give the same text other tokens."""
+_COMPACT = ", separators=(',', ':')"
+"""What the chat template passes to `tojson` where calls are written without blanks."""
 _CALL = re.compile(re.escape(CALL_START) + r"(.*?)" + re.escape(CALL_END), re.DOTALL)
+_THOUGHT = re.compile(f"({re.escape(THINK_START)}|{re.escape(THINK_END)})")
 
 
 @dataclass(frozen=True)
@@ -60,12 +67,15 @@ def render_call(call: ToolCallText, *, spaced: bool = False) -> str:
 
 
 def parse_turn(text: str) -> ParsedTurn:
-    """Tool calls in the text of a turn, without its end token. A turn without calls ends the episode."""
+    """Tool calls in the text of a turn, without its end token. A turn without calls ends the episode.
+
+    Refuses also what JSON readers let through but nothing can write down again: NaN, infinity, lone surrogates.
+    """
     calls: list[ToolCallText] = []
     for match in _CALL.finditer(text):
         try:
             body = json.loads(match.group(1))
-        except (json.JSONDecodeError, RecursionError):
+        except (ValueError, RecursionError):
             return ParsedTurn((), "tool call is not JSON")
         if not (
             isinstance(body, dict)
@@ -78,6 +88,10 @@ def parse_turn(text: str) -> ParsedTurn:
     rest = _CALL.sub("", text)
     if CALL_START in rest or CALL_END in rest:
         return ParsedTurn((), "tool call is not closed")
+    try:
+        canonical_json([[call.name, call.arguments] for call in calls])
+    except (ValueError, SchemaError):
+        return ParsedTurn((), "tool call is not JSON")
     return ParsedTurn(tuple(calls), None)
 
 
@@ -87,6 +101,10 @@ class ChatTokenizer:
     def __init__(self, tokenizer: Tokenizer, *, spaced: bool = False) -> None:
         self._text = tokenizer
         self._text.encode_special_tokens = True
+        added = [token for token in tokenizer.get_added_tokens_decoder().values() if not token.special]
+        for token in added:  # Qwen3's <tool_response>, for one, which would be encoded as markup otherwise
+            token.special = True
+        self._text.add_special_tokens(added)
         self.spaced = spaced
         """Whether calls have Qwen's layout, with newlines and blanks."""
         missing = [token for token in SPECIAL_TOKENS if tokenizer.token_to_id(token) is None]
@@ -95,18 +113,25 @@ class ChatTokenizer:
                 f"tokenizer lacks the chat tokens {', '.join(missing)}: train it with contracts.chat.SPECIAL_TOKENS, or"
                 " import a Qwen-style one"
             )
-        self._ids: dict[str, int] = {token: int(tokenizer.token_to_id(token) or 0) for token in SPECIAL_TOKENS}
+        ids = {token: tokenizer.token_to_id(token) for token in (*SPECIAL_TOKENS, THINK_START, THINK_END)}
+        self._ids: dict[str, int] = {token: int(found) for token, found in ids.items() if found is not None}
         self.end_of_turn: int = self._ids[TURN_END]
         self.pad: int = self._ids[END_OF_TEXT]
         self.call_start: int = self._ids[CALL_START]
         self.call_end: int = self._ids[CALL_END]
 
     @classmethod
-    def from_directory(cls, directory: Path, *, spaced: bool = False) -> ChatTokenizer:
-        """Load `tokenizer.json`. Raises SchemaError if it is missing or lacks the markup."""
+    def from_directory(cls, directory: Path, *, spaced: bool | None = None) -> ChatTokenizer:
+        """Load `tokenizer.json`. spaced: None is the layout of the directory's chat template.
+
+        Raises SchemaError if it is missing or lacks the markup.
+        """
         path = directory / "tokenizer.json"
         if not path.is_file():
             raise SchemaError(f"{directory} has no tokenizer.json: is it a checkpoint directory?")
+        template = directory / "chat_template.jinja"
+        if spaced is None:
+            spaced = template.is_file() and _COMPACT not in template.read_text()
         return cls(Tokenizer.from_file(str(path)), spaced=spaced)
 
     @property
@@ -139,8 +164,11 @@ class ChatTokenizer:
         return self._encode([*parts, (TURN_END, True), ("\n", False), (TURN_START, True), ("assistant\n", False)])
 
     def policy_turn(self, calls: Sequence[ToolCallText], text: str = "") -> list[int]:
-        """Tokens of a scripted policy's turn with its end token, for supervised training."""
-        parts: list[tuple[str, bool]] = [(text, False)]
+        """Tokens of a policy's turn with its end token.
+
+        `<think>` and `</think>` in `text` are markup, if the tokenizer has them.
+        """
+        parts = [(part, index % 2 == 1 and part in self._ids) for index, part in enumerate(_THOUGHT.split(text))]
         for index, call in enumerate(calls):
             body = render_call(call, spaced=self.spaced)[len(CALL_START) : -len(CALL_END)]
             parts += [("\n", False)] if index or text else []
@@ -166,9 +194,7 @@ class ChatTokenizer:
 def chat_template(*, spaced: bool = False) -> str:
     """The Jinja template that renders the same tokens through `transformers`; stored in every checkpoint."""
     text = (Path(__file__).parent / "chat_template.jinja").read_text()
-    return text.replace("__GLUE__", "\\n" if spaced else "").replace(
-        "__SEPARATORS__", "" if spaced else ", separators=(',', ':')"
-    )
+    return text.replace("__GLUE__", "\\n" if spaced else "").replace("__SEPARATORS__", "" if spaced else _COMPACT)
 
 
 def message_views(tokenizer: ChatTokenizer, token_ids: Sequence[int], roles: Sequence[int]) -> list[Mapping[str, Any]]:

@@ -272,7 +272,7 @@ def _compared_gradings(state: IterationState) -> Refs | None:
 
 REWARD_FLIPS = StepSpec(
     name="reward_flips",
-    version="1",
+    version="2",  # a changed verdict is a row, too
     slice=lambda state: {},
     inputs={"rewards": "rewards"},
     plane="curation",

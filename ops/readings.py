@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from contracts.artifacts import ArtifactRef
+from contracts.chat import CHAT_VERSION
 from contracts.digests import action_key
 from contracts.store import Store
 from contracts.tasks import Split
@@ -16,7 +17,7 @@ from curation.rewards import REWARDS_VERSION
 from curation.tasks.suite import TaskSuiteConfig
 from inference.rollouts import ROLLOUTS_VERSION
 from ops.spec import Work
-from resources.experiment import Experiment
+from resources.experiment import Experiment, ImportedBase
 
 EVALUATION_RUN = "evaluation_run"
 EVALUATION_RUN_VERSION = f"{ROLLOUTS_VERSION}+{REWARDS_VERSION}"
@@ -93,4 +94,5 @@ def sampling_slice(experiment: Experiment) -> dict[str, Any]:
         "sandbox_limits": experiment.sandboxes.limits.model_dump(mode="json"),
         "spaced": experiment.base.spaced,
         "seed": experiment.seed,
+        **({"chat_version": CHAT_VERSION} if isinstance(experiment.base, ImportedBase) else {}),
     }

@@ -1,7 +1,7 @@
 """Rewards: the value of each episode's final state and conduct.
 
     reward = solved * [hidden tests pass on the final state] + valid * [ended by itself, no format error, an edit that
-    took]
+    took, a final state that neither tampers nor is ungradable]
              + sum over components of weight * clip(value)
 
 In:  episodes (and their tokens, where a component reads transcripts), tasks, an envd server to verify in, endpoints of

@@ -146,7 +146,9 @@ class RewardConfig(_Part):
     solved: float = 1.0
     """Reward for a final state that passes every hidden test."""
     valid: float = 0.1
-    """Reward for an episode that the policy ended without a format error and with at least one successful edit."""
+    """Reward for an episode that the policy ended without a format error and with at least one successful edit, unless
+    its final state tampered with its verdict or can't be graded.
+    """
     max_ungraded: float = Field(default=0.05, ge=0, le=1)
     """Largest share of episodes left ungraded by infrastructure faults; above it the step fails. Under the
     deterministic profile, without judges, no episode may stay ungraded: the same rollouts always get the same rewards.

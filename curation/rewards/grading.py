@@ -6,7 +6,7 @@
 
 Old rollouts can be graded again with a new verifier or new weights: verdicts are cached by (task, final state, verifier
 version) and replies by question; `flips` lists the differences. An infrastructure failure gives a null reward, never 0.
-A state that tampers, or that alone cannot be graded, scores 0.
+A state that tampers, or that alone cannot be graded, earns neither `solved` nor `valid`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from curation.rewards.traces import Rating
 from curation.rewards.transcripts import Transcripts
 from curation.verify import VERIFIER_VERSION, Verdict, Verifier
 
-REWARDS_VERSION = f"2+verifier{VERIFIER_VERSION}"
+REWARDS_VERSION = f"3+verifier{VERIFIER_VERSION}"
 """Code version of the `rewards` step; a new verifier is a new action key."""
 
 UNSCORED = (Outcome.INFRA_ERROR.value, Outcome.ABORTED.value, Outcome.DROPPED.value)
@@ -213,9 +213,10 @@ def reward_row(
     if verdict is None:
         reason = episode["outcome"] if episode["outcome"] in UNSCORED else "not_graded"
         return row | {"components": [], "verdict": reason, "tests_passed": 0, "tests_total": 0, "findings": []}
+    gradable = verdict.exit != "ungradable" and not verdict.tampered
     parts: dict[str, float | None] = {
         "solved": config.solved * verdict.solved,
-        "valid": config.valid * is_valid(episode),
+        "valid": config.valid * (gradable and is_valid(episode)),
     }
     parts |= {each.name: contribution(each, (ratings or {})[each.name]) for each in config.components}
     known = [value for value in parts.values() if value is not None]

@@ -69,6 +69,7 @@ SELECT
     {findings} AS new_findings
 FROM old_rewards o FULL JOIN new_rewards n ON o.episode_id = n.episode_id
 WHERE o.reward IS DISTINCT FROM n.reward OR o.solved IS DISTINCT FROM n.solved
+    OR o.verdict IS DISTINCT FROM n.verdict
 ORDER BY 1
 """
 

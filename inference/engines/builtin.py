@@ -122,6 +122,9 @@ class BuiltinEngine:
         """Raise EngineError or RequestTooLong for a request that can't be served."""
         if params.max_tokens < 1:
             raise EngineError(f"max_tokens is {params.max_tokens}: at least 1 is required")
+        foreign = next((token for token in params.stop_token_ids if not 0 <= token < 2**31), None)
+        if foreign is not None:  # the engine's thread would fail, for everyone
+            raise EngineError(f"stop_token_ids has {foreign}: token ids are in [0, 2**31)")
         if params.temperature != 0:
             _check_temperature(params.temperature)
         if not 0 < params.top_p <= 1:  # nor NaN
@@ -167,7 +170,8 @@ class BuiltinEngine:
         self._tokenizer = directory / "tokenizer.json"
 
     async def version(self) -> str:
-        """See Engine.version."""
+        """See Engine.version. Raises EngineStopped if there is no next token: the engine was closed or has failed."""
+        self._check_running()
         return self._version
 
     @property

@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from contracts.chat import ChatTokenizer, ParsedTurn
+from contracts.chat import ChatTokenizer, ParsedTurn, parse_turn
 from contracts.episodes import Outcome, ToolCallRecord
 from contracts.final_states import AnswerState
 from contracts.tasks import Task
 from inference.grammar.tools import tools_grammar
 from inference.rollouts.config import RolloutConfig
 from inference.rollouts.prompt import first_messages
-from inference.rollouts.turn import answer_of, answer_turn, read_turn
+from inference.rollouts.turn import answer_of, answer_turn
 from inference.rollouts.workspace import Workspace
 
 MIN_TOOL_S = 0.05
@@ -57,7 +57,7 @@ class EpisodeEnvironment:
         a stop token.
         """
         text = self.tokenizer.decode(token_ids[:-1])
-        turn = read_turn(text)
+        turn = parse_turn(text)
         if turn.error is None and not turn.calls:
             self.said = text
             return Outcome.COMPLETED

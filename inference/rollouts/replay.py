@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from contracts.chat import ChatTokenizer
+from contracts.chat import ChatTokenizer, parse_turn
 from contracts.episodes import Episode, TokenSequence, ToolCallRecord
 from contracts.final_states import AnswerState, RequestsState
 from contracts.store import Store
@@ -13,7 +13,7 @@ from envd.client import Limits, SandboxClient
 from inference.errors import RolloutError
 from inference.rollouts.config import RolloutConfig
 from inference.rollouts.transcript import policy_turns
-from inference.rollouts.turn import answer_of, answer_turn, read_turn
+from inference.rollouts.turn import answer_of, answer_turn
 from inference.rollouts.workspace import Workspace, Workspaces
 
 
@@ -94,7 +94,7 @@ async def replay_turns(
         if ids[end - 1] not in (tokenizer.end_of_turn, tokenizer.pad):
             break
         text = tokenizer.decode(ids[start : end - 1])
-        turn = read_turn(text)
+        turn = parse_turn(text)
         if turn.error is None and not turn.calls:
             found.said = text
             break

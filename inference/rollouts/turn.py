@@ -5,33 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from contracts.chat import ParsedTurn, ToolCallText, parse_turn
+from contracts.chat import ParsedTurn
 from contracts.digests import canonical_json
 from contracts.episodes import ToolCallRecord
-from contracts.errors import SchemaError
 from contracts.final_states import final_answer
 from envd.client import ToolCall
 from envd.tools import SUBMIT_ANSWER
 from inference.rollouts.workspace import Workspace
-
-
-def read_turn(text: str) -> ParsedTurn:
-    """`parse_turn`, refusing also what JSON readers let through but nothing can write down again: NaN, infinity, lone
-    surrogates.
-    """
-    try:
-        turn = parse_turn(text)
-        for call in turn.calls:
-            arguments_text(call)
-    except (ValueError, SchemaError, RecursionError):
-        return ParsedTurn((), "tool call is not JSON")
-    return turn
-
-
-def arguments_text(call: ToolCallText) -> str:
-    """A call's arguments as canonical JSON. Raises SchemaError or UnicodeEncodeError when they have none."""
-    canonical_json(call.name)
-    return canonical_json(call.arguments).decode()
 
 
 def answer_of(records: Sequence[ToolCallRecord], said: str) -> bytes:
@@ -58,7 +38,7 @@ async def answer_turn(
         return [unparsed_reply(turn)], []
     results = await workspace.run([ToolCall(call.name, call.arguments) for call in turn.calls], timeout_s, key)
     records = [
-        ToolCallRecord(index, call.name, arguments_text(call), result.ok, result.text)
+        ToolCallRecord(index, call.name, canonical_json(call.arguments).decode(), result.ok, result.text)
         for call, result in zip(turn.calls, results, strict=True)
     ]
     return [record.result for record in records], records

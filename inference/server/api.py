@@ -4,9 +4,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 class _Request(BaseModel):
@@ -49,13 +51,13 @@ class _Sampling(_Request):
 class CompletionRequest(_Sampling):
     """POST /v1/completions."""
 
-    prompt: str | list[int]
+    prompt: str | list[TokenId]
     """Text (encoded with markup disabled) or token ids."""
     max_tokens: int = Field(default=16, ge=1)
     """Tokens to generate at most."""
     logprobs: int | None = Field(default=None, ge=0, le=1)
     """0 or 1: also return log-probabilities of the sampled tokens."""
-    stop_token_ids: list[int] = Field(default_factory=list, max_length=64)
+    stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=64)
     """Tokens that end the completion and stay in it."""
     return_token_ids: bool = False
     """Also return `token_ids` and `policy_spans`."""
@@ -116,7 +118,7 @@ class ChatRequest(_Sampling):
 class ScoreRequest(_Request):
     """POST /v1/score."""
 
-    token_ids: list[int] = Field(min_length=1)
+    token_ids: list[TokenId] = Field(min_length=1)
     temperature: float = Field(default=1.0, gt=0)
     policy_version: str | None = None
     """Return 409 unless this version is served."""

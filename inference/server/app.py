@@ -4,8 +4,8 @@ request JSON -> pydantic model -> engine -> OpenAI-shaped answer, or a stream of
 any TriplaneError -> {"error": {message, type, code}}
 
 A server that can't serve the live policy is withdrawn: /health and new completions return 503 until weights are loaded.
-Requests in flight finish. Before its first policy, /health returns 200 and everything else 503. /ready tells whether to
-send requests (`readiness`).
+Requests in flight finish. Before its first policy, /health returns 200 and everything else 503. Once its engine has
+failed, everything returns 503, and `serve` ends. /ready tells whether to send requests (`readiness`).
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from inference.server.replies import disconnected, error_reply, explain
 from inference.server.streaming import begin_events
 
 CHAT_TOKENS = 1024
-Opener = Callable[[Path, str], tuple[Engine, ChatTokenizer | None]]
-"""Opens the engine for the first policy: directory, version -> engine, tokenizer (None: token ids only)."""
+Opener = Callable[[Path, str], Engine]
+"""Opens the engine for the first policy: directory, version -> engine."""
 _Body = TypeVar("_Body", bound=BaseModel)
 _Reply = dict[str, Any] | AsyncGenerator[dict[str, Any]]
 """An answer, or the parts of one that is streamed."""
@@ -53,6 +53,7 @@ class Application:
         self._opener, self._model = opener, model
         self._opened: Engine | None = None
         self._tokenizer: ChatTokenizer | None = None
+        """That of the served policy. None: its directory has none, and requests have token ids only."""
         self.readiness = Readiness()
 
     def starlette(self) -> Starlette:
@@ -72,19 +73,23 @@ class Application:
 
     async def open(self, directory: Path, version: str) -> None:
         """Serve the first policy. Raises TriplaneError."""
-        self._opened, self._tokenizer = await asyncio.to_thread(self._opener, directory, version)
+        tokenizer = await asyncio.to_thread(_read_tokenizer, directory)
+        self._opened = await asyncio.to_thread(self._opener, directory, version)
+        self._tokenizer = tokenizer
         self.readiness.waiting = None
 
     async def swap(self, directory: Path, version: str) -> None:
         """Serve another policy from now on, and end a withdrawal.
 
-        Raises EngineError; the current policy then stays.
+        Raises TriplaneError; the current policy then stays.
         """
+        tokenizer = await asyncio.to_thread(_read_tokenizer, directory)
         await self._engine.load_weights(directory, version)
+        self._tokenizer = tokenizer
         self.readiness.withdrawn = None
 
     async def version(self) -> str | None:
-        """Served policy version; None before the first one."""
+        """Served policy version; None before the first one. Raises EngineStopped once the engine has failed."""
         return None if self._opened is None else await self._opened.version()
 
     async def close(self) -> None:
@@ -104,6 +109,7 @@ class Application:
     async def _health(self, request: Request) -> JSONResponse:
         if self.readiness.withdrawn is not None:
             return JSONResponse({"status": "withdrawn", "reason": self.readiness.withdrawn}, status_code=503)
+        await self.version()
         return JSONResponse({"status": "ok"})
 
     async def _ready(self, request: Request) -> JSONResponse:
@@ -120,14 +126,14 @@ class Application:
         return JSONResponse({"object": "list", "data": [entry]})
 
     async def _complete(self, body: CompletionRequest, pin: str | None) -> _Reply:
-        prompt = body.prompt
+        prompt, tokenizer = body.prompt, self._tokenizer
         if isinstance(prompt, str):
             prompt = self._text().encode_text(prompt)
         params = await self._params(body.max_tokens, tuple(body.stop_token_ids), body)
         if body.stream:
-            return self._parts("text_completion", prompt, params, body, pin, CompletionParts(body, self._tokenizer))
+            return self._parts("text_completion", prompt, params, body, pin, CompletionParts(body, tokenizer))
         made = await self._generate(prompt, params, pin)
-        text = self._tokenizer.decode(made.token_ids) if self._tokenizer else ""
+        text = tokenizer.decode(made.token_ids) if tokenizer else ""
         choice = completion_choice(body, text, made.token_ids, made.logprobs, made.spans)
         choice["finish_reason"] = made.finish_reason
         return self._envelope("text_completion", choice, len(prompt), len(made.token_ids))
@@ -227,6 +233,10 @@ class Application:
             "choices": [choice],
             "usage": _usage(prompt, made),
         }
+
+
+def _read_tokenizer(directory: Path) -> ChatTokenizer | None:
+    return ChatTokenizer.from_directory(directory) if (directory / "tokenizer.json").is_file() else None
 
 
 def _usage(prompt: int, made: int) -> dict[str, int]:

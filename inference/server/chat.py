@@ -6,10 +6,14 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from contracts.chat import CALL_START, TURN_END, ChatTokenizer, ToolCallText, parse_turn
+from contracts.chat import CALL_START, END_OF_TEXT, TURN_END, ChatTokenizer, ToolCallText, parse_turn
+from contracts.digests import canonical_json
+from contracts.errors import SchemaError
 from inference.errors import BadRequest
 from inference.server.api import CalledTool, Message, Tool
 
+_ENDS = (TURN_END, END_OF_TEXT)
+"""Texts of the tokens at which a message stops."""
 _TOOLS = "You may call these tools, described as JSON, one a line:"
 
 
@@ -53,7 +57,7 @@ def answer_message(text: str, answer_id: str) -> tuple[dict[str, Any], str]:
 
     Malformed calls remain text.
     """
-    body = text.removesuffix(TURN_END)
+    body = text.removesuffix(next((end for end in _ENDS if text.endswith(end)), ""))
     turn = parse_turn(body)
     if turn.error is not None or not turn.calls:
         return {"role": "assistant", "content": body}, "stop"
@@ -80,7 +84,7 @@ class MessageParts:
         self._text += text
         sure, call, _ = self._text.partition(CALL_START)
         if not call:
-            marks = (mark[:length] for mark in (CALL_START, TURN_END) for length in range(len(mark), 0, -1))
+            marks = (mark[:length] for mark in (CALL_START, *_ENDS) for length in range(len(mark), 0, -1))
             sure = sure.removesuffix(max((mark for mark in marks if sure.endswith(mark)), key=len, default=""))
         more = sure.rstrip("\n")[len(self._sent) :]
         self._sent += more
@@ -116,7 +120,8 @@ def _call(call: CalledTool) -> ToolCallText:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except ValueError:
+            canonical_json(arguments)
+        except (ValueError, SchemaError, RecursionError):
             raise BadRequest(f"arguments of tool call {call.function.name} are not JSON: send an object") from None
     if not isinstance(arguments, dict):
         raise BadRequest(f"arguments of tool call {call.function.name} are not an object")

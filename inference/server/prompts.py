@@ -13,6 +13,8 @@ from inference.errors import BadRequest
 
 _DEFAULT = 256
 """Tokens that are expected of a request that names no limit."""
+_MOST = 2**31
+"""Tokens that are expected at most: sums of the loads of a server stay exact."""
 _WORD = 4
 """Bytes of text that stand for a token."""
 
@@ -33,7 +35,7 @@ def asked(content: bytes) -> Asked:
     """Read the body of a request for a completion or a chat. Raises BadRequest for what is none."""
     try:
         body = json.loads(content)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadRequest(f"the body is not JSON: {error}") from None
     if not isinstance(body, dict):
         raise BadRequest("the body is no JSON object: send one with `prompt` or `messages`")
@@ -43,7 +45,7 @@ def asked(content: bytes) -> Asked:
     sampling = body.get("sampling_params")
     limits = {**(sampling if isinstance(sampling, dict) else {}), **body}
     limit = limits.get("max_completion_tokens") or limits.get("max_tokens")
-    most = limit if isinstance(limit, int) and limit > 0 else _DEFAULT
+    most = min(limit, _MOST) if isinstance(limit, int) and limit > 0 else _DEFAULT
     version = body.get("policy_version")
     named = version if isinstance(version, str) else None
     if _is_tokens(found):
@@ -67,6 +69,6 @@ def _listed(value: Any) -> list[Any]:
 
 def _words(text: str) -> npt.NDArray[np.int32]:
     """Texts with a common beginning have words with a common beginning."""
-    raw = text.encode()
+    raw = text.encode(errors="replace")  # lone surrogates, which servers refuse
     padded = raw + b"\0" * (-len(raw) % _WORD)
     return (np.frombuffer(padded, "<u4") & 0x7FFFFFFF).astype(np.int32)

@@ -10,7 +10,6 @@ from pathlib import Path
 import uvicorn
 
 from contracts.addresses import Address
-from contracts.chat import ChatTokenizer
 from inference.engines.builtin import BuiltinEngine
 from inference.fleet.joining import Joining, joined
 from inference.router.publisher import EventPublisher
@@ -18,6 +17,9 @@ from inference.server.app import Application, Opener
 from inference.server.draining import DrainingServer
 from inference.server.follow import Source, follow
 from inference.server.listening import announced, beside, split_address
+
+_LOOK_S = 1.0
+"""Seconds between two looks whether the engine has failed."""
 
 
 @dataclass(frozen=True)
@@ -53,14 +55,10 @@ class Serving:
     """URL at which those routers reach this server. None: where it listens."""
 
     def opener(self, publisher: EventPublisher | None) -> Opener:
-        """Opens engine and tokenizer of a policy."""
+        """Opens the engine of a policy."""
 
-        def opened(directory: Path, version: str) -> tuple[BuiltinEngine, ChatTokenizer | None]:
-            tokenizer = ChatTokenizer.from_directory(directory) if (directory / "tokenizer.json").is_file() else None
-            engine = BuiltinEngine(
-                directory, version, max_batch=self.max_batch, threads=self.threads, publish=publisher
-            )
-            return engine, tokenizer
+        def opened(directory: Path, version: str) -> BuiltinEngine:
+            return BuiltinEngine(directory, version, max_batch=self.max_batch, threads=self.threads, publish=publisher)
 
         return opened
 
@@ -68,7 +66,7 @@ class Serving:
 def serve(directory: Path, version: str, serving: Serving) -> None:
     """Serve a policy, until /v1/load_weights loads another one. Returns after a signal.
 
-    Prints the address once it is ready.
+    Prints the address once it is ready. Raises EngineStopped if the engine fails.
     """
     split_address(serving.listen)
     asyncio.run(_serve(serving, (directory, version), None))
@@ -77,7 +75,8 @@ def serve(directory: Path, version: str, serving: Serving) -> None:
 def serve_live(following: Following, serving: Serving) -> None:
     """Serve the policy that `following` names, and wait for the first one. Returns after a signal.
 
-    Prints the address, and again with the policy once there is one. Raises ArtifactMissing if the wait is over.
+    Prints the address, and again with the policy once there is one. Raises ArtifactMissing if the wait is over,
+    EngineStopped if the engine fails.
     """
     split_address(serving.listen)
     asyncio.run(_serve(serving, None, following))
@@ -91,7 +90,11 @@ async def _serve(serving: Serving, policy: tuple[Path, str] | None, following: F
     try:
         if policy is not None:
             await app.open(*policy)
-        async with beside(server, _announce(server, app)), beside(server, _join(server, app, serving)):
+        async with (
+            beside(server, _announce(server, app)),
+            beside(server, _watch(app)),
+            beside(server, _join(server, app, serving)),
+        ):
             if following is None:
                 await server.run_until_told()
                 return
@@ -101,6 +104,13 @@ async def _serve(serving: Serving, policy: tuple[Path, str] | None, following: F
         await app.close()
         if publisher is not None:
             publisher.close()
+
+
+async def _watch(app: Application) -> None:
+    """Raise EngineStopped once the engine has failed: only another process can serve again."""
+    while True:
+        await asyncio.sleep(_LOOK_S)
+        await app.version()
 
 
 async def _join(server: uvicorn.Server, app: Application, serving: Serving) -> None:

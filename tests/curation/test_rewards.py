@@ -12,6 +12,7 @@ from contracts.digests import table_digest
 from contracts.episodes import EPISODES
 from contracts.tasks import Checks, Split, Task
 from curation.errors import GradingIncomplete, RewardsMismatch
+from curation.findings import finding
 from curation.rewards import FLIPS, REWARDS, RewardConfig, flips, grade_episodes, is_valid, reward_row
 from curation.verify import TestVerdict, Verdict, Verifier
 from envd.client import SandboxClient, TestOutcome, VerifyResult
@@ -111,6 +112,19 @@ def test_a_reward_is_the_sum_of_its_recorded_components(
     }
 
 
+@pytest.mark.parametrize(
+    ("found", "reward"),
+    [
+        (verdict(False), 0.25),
+        (Verdict(solved=False, exit="timed_out", tests=[]), 0.25),
+        (Verdict(solved=False, exit="ungradable", tests=[]), 0.0),
+        (Verdict(solved=False, exit="completed", tests=[], findings=(finding("observed:test_a"),)), 0.0),
+    ],
+)
+def test_a_state_that_tampers_or_cannot_be_graded_earns_nothing(found: Verdict, reward: float) -> None:
+    assert reward_row(episode(), found, CONFIG)["reward"] == reward
+
+
 def test_every_episode_gets_a_row_in_order_and_an_infrastructure_error_is_null_not_zero() -> None:
     rows = [
         episode("a", final_diff=b"wrong"),
@@ -165,6 +179,16 @@ def test_flips_name_every_reward_that_another_grading_changed() -> None:
         ("d", None, 1.25),
     ]
     assert flips(old, old).num_rows == 0
+
+
+def test_flips_name_a_changed_verdict_that_changes_no_reward() -> None:
+    old = grade([episode("a", final_diff=b"wrong"), episode("b", final_diff=b"wrong")])
+    rows = old.to_pylist()
+    rows[0]["verdict"], rows[0]["findings"] = "tampered", ["spoof:conftest"]
+    found = flips(old, pa.Table.from_pylist(rows, schema=REWARDS)).to_pylist()
+    assert [(row["episode_id"], row["old_verdict"], row["new_verdict"]) for row in found] == [
+        ("a", "completed", "tampered")
+    ]
 
 
 def test_grading_twice_gives_the_same_content() -> None:

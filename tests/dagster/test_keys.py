@@ -14,7 +14,7 @@ from curation.tasks.build import planned_key
 from curation.tasks.demonstrations import demonstrations_key
 from curation.tokenizer import tokenizer_key
 from ops.graph import ITERATION_INPUTS, ONCE, PER_ITERATION, REPORT, TASK_SUITE, graph_of
-from ops.readings import Reading
+from ops.readings import Reading, sampling_slice
 from ops.spec import Refs
 from ops.state import IterationInputs, IterationState, Start
 from resources.experiment import Experiment, SftBase, load_experiment, parse_experiment
@@ -28,14 +28,14 @@ GOLDEN = {
     "iteration_inputs": "ec83717b3b9178b7a7916aa35d5e5cc749104ddeb74c344a9f406f2405f88df0",
     "prompts": "e1bd1459a11c692db0a964089ea7b8bf58dd27879800aa5b5f10e25d038e37de",
     "rollouts": "aade00a696a08c881ad146d58ea997c03e1b96eb0b919e62a09ec4b6407aa69a",
-    "rewards": "2d553266cf801e4542dab56ee8d2d83311c185f14bf2bb34ffcd8e8f6b2c2021",
+    "rewards": "bb6a84cb5351959cd70dd3a3a52339317dca3362200b09ffbe27092964466b0b",
     "dataset": "140e71e38c869d2249ae3c4016f1603a4078f70d1d14ee07c6fffe2b0984d534",
     "checkpoint": "cf4555b83961c33a8e9a71ef4c746adeb707057f60bb2195cad77b7917fe06a4",
-    "evaluation_run": "8733c442a179ab73d21399ab532ba4f8bfaee107878fbe36f1cc26ff68fa065e",
-    "evaluation_run greedy": "c79fd84a755d91d55ef9df99599689870078b2781a1f4bf2bf8176b49b97f139",
+    "evaluation_run": "b8eaf5094788ddcd92c72946476f41bc33540d41b18b75d6a5736b5b0ad31790",
+    "evaluation_run greedy": "77e63db74846de2eac9c49f1807047d995713492db7d819db0144f47ef5a749b",
     "evaluation": "77526a8afd2c07c7f1486a75cda6a39270def7a5a38c6353bd7b2e1b00049463",
     "sampler": "964426c1132e78a4a3e69e439cb6a2aa2412c0f3045eb09b90c5b9cadd0321b5",
-    "reward_flips": "03d92e42bbd4b472c2c434bfdaac109cbbb72dd3c5439ecdf16a8a3cfab7f9fc",
+    "reward_flips": "062597f92c87827294473db42a337bf162802e1cf59390a0757748dbbd9585a2",
     "report": "12f4aa6082cc13ff09935f0d85486aec8a2e4ec9171ea5e4044ade81e850bd84",
 }
 """Keys of TINY. One may change only together with its step's code version, or work is made twice."""
@@ -148,6 +148,15 @@ def test_an_equal_policy_plays_an_evaluation_once_across_experiments(store: Stor
     one, two = (all_keys(parse_experiment({"name": name}), store) for name in ("one", "two"))
     assert one["evaluation_run"] == two["evaluation_run"]
     assert one["rollouts"] != two["rollouts"]
+
+
+def test_the_version_of_the_chat_is_part_of_what_imported_policies_sample_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    bases = ({"kind": "sft"}, {"kind": "import", "path": "/models/one"})
+    made, imported = (parse_experiment({"name": "one", "base": base}) for base in bases)
+    before = sampling_slice(made), sampling_slice(imported)
+    monkeypatch.setattr("ops.readings.CHAT_VERSION", "another")
+    assert sampling_slice(made) == before[0]
+    assert sampling_slice(imported) == before[1] | {"chat_version": "another"}
 
 
 def test_iteration_inputs_are_named_by_their_place_alone(store: Store) -> None:

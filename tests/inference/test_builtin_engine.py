@@ -154,6 +154,15 @@ async def test_a_stop_token_ends_the_completion_and_is_kept(policy: Path) -> Non
     await engine.close()
 
 
+@pytest.mark.parametrize("token", [-1, 2**31, 10**20])
+async def test_a_stop_token_that_is_no_token_id_is_refused_and_the_engine_serves_on(policy: Path, token: int) -> None:
+    engine = BuiltinEngine(policy, "v1")
+    with pytest.raises(EngineError, match=f"stop_token_ids has {token}"):
+        await engine.generate([1], SamplingParams(1.0, 2, 0, (3, token)))
+    assert len((await engine.generate([1], SamplingParams(1.0, 2, 0))).token_ids) == 2
+    await engine.close()
+
+
 async def test_a_context_that_fills_up_ends_with_length_and_a_full_prompt_is_refused(policy: Path) -> None:
     engine = BuiltinEngine(policy, "v1")
     completion = await engine.generate([1] * 250, SamplingParams(1.0, 50, seed=9))
@@ -271,6 +280,8 @@ async def test_a_failure_of_the_engine_reaches_every_caller(policy: Path, monkey
     assert all(isinstance(error, EngineStopped) and "no room" in str(error) for error in found)
     with pytest.raises(EngineStopped, match="no room"):
         await engine.score([1, 2])
+    with pytest.raises(EngineStopped, match="no room"):
+        await engine.version()
     await engine.close()
 
 

@@ -28,7 +28,6 @@ from inference.grammar.compiled import Vocabulary, compiled
 from inference.grammar.matcher import Matcher
 from inference.grammar.replay import with_supports
 from inference.grammar.tools import tools_grammar
-from inference.rollouts.turn import read_turn
 from tests.inference.conftest import logits_after, write_checkpoint
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
@@ -88,7 +87,7 @@ async def test_every_call_of_random_weights_that_ends_is_valid(
     for found in await answers(engine, calling(tokenizer, 40, toolset, max_tokens=160)):
         if found.finish_reason == "length":
             continue
-        turn = read_turn(tokenizer.decode(found.token_ids[:-1]))
+        turn = parse_turn(tokenizer.decode(found.token_ids[:-1]))
         assert turn.error is None and len(turn.calls) == 1
         (call,) = turn.calls
         fault = tools[call.name].wrong(call.arguments)

@@ -261,6 +261,23 @@ async def test_a_stream_at_a_reload_has_both_versions_and_pins_nothing(
         ("/completions", {"prompt": [1], "max_tokens": 0}, "max_tokens"),
         ("/completions", {"prompt": [1], "top_pp": 0.5}, "top_pp"),
         ("/completions", {"prompt": []}, "at least one token"),
+        ("/completions", {"prompt": [2**63]}, "prompt"),
+        ("/completions", {"prompt": [1], "stop_token_ids": [10**20]}, "stop_token_ids.0: Input should be less than"),
+        ("/score", {"token_ids": [1, 2**63]}, "token_ids.1: Input should be less than"),
+        (
+            "/chat/completions",
+            {
+                "messages": [
+                    {"role": "user", "content": "a"},
+                    {
+                        "role": "assistant",
+                        "tool_calls": [{"function": {"name": "read", "arguments": '{"path": "\\ud83d"}'}}],
+                    },
+                    {"role": "tool", "content": "b"},
+                ]
+            },
+            "not JSON",
+        ),
         (
             "/chat/completions",
             {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},

@@ -266,6 +266,8 @@ def test_a_longer_chat_begins_as_the_shorter_one(before: list[Any], after: list[
         ({"prompt": [5, 6, 7], "max_tokens": 9}, 3, 9),
         ({"token_ids": [5, 6], "sampling_params": {"max_tokens": 3}}, 2, 3),
         ({"prompt": "12345678", "max_tokens": "all"}, 2, 256),
+        ({"prompt": [5, 6], "max_tokens": 10**400}, 2, 2**31),
+        ({"prompt": "\ud83d"}, 1, 256),
         ({"messages": [{"role": "user", "content": "x"}], "max_completion_tokens": 4, "max_tokens": 5}, 8, 4),
     ],
 )
@@ -275,6 +277,6 @@ def test_lengths_are_read_from_each_kind_of_request(body: dict[str, Any], length
 
 
 def test_other_bodies_are_refused() -> None:
-    for body in (b"nonsense", b"3", b'{"messages": "text"}'):
+    for body in (b"nonsense", b"3", b'{"messages": "text"}', b"[" * 100_000):
         with pytest.raises(BadRequest, match="the body"):
             asked(body)

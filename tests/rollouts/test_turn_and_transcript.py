@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rollouts_script import byte_tokenizer
 
-from contracts.chat import CALL_END, CALL_START
+from contracts.chat import CALL_END, CALL_START, parse_turn
+from contracts.digests import canonical_json
 from contracts.episodes import TokenRole
 from inference.engines.base import Completion
 from inference.rollouts.transcript import Transcript, policy_turns
-from inference.rollouts.turn import arguments_text, read_turn
 
 TOKENIZER = byte_tokenizer()
 PIECES = st.lists(st.tuples(st.booleans(), st.text(max_size=12), st.integers(0, 12)), max_size=8)
@@ -45,12 +45,12 @@ def test_lists_stay_aligned_and_spans_cover_exactly_the_policy_tokens(
 @given(st.text() | st.recursive(st.floats() | st.text() | st.integers(), st.lists).map(json.dumps))
 def test_no_text_makes_reading_a_turn_fail(body: str) -> None:
     for text in (body, f"{CALL_START}{body}{CALL_END}", f'{CALL_START}{{"name":"x","arguments":{body}}}{CALL_END}'):
-        turn = read_turn(text)
+        turn = parse_turn(text)
         assert turn.error is None or not turn.calls
-        assert all(json.loads(arguments_text(call)) == call.arguments for call in turn.calls)
+        assert all(json.loads(canonical_json(call.arguments)) == call.arguments for call in turn.calls)
 
 
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "1e999", '"\\ud800"', "9" * 5000])
 def test_arguments_that_cannot_be_written_down_are_a_format_error(value: str) -> None:
-    turn = read_turn(f'{CALL_START}{{"name":"read","arguments":{{"path":{value}}}}}{CALL_END}')
+    turn = parse_turn(f'{CALL_START}{{"name":"read","arguments":{{"path":{value}}}}}{CALL_END}')
     assert turn.error == "tool call is not JSON"

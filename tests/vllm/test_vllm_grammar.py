@@ -11,13 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from contracts.chat import ChatTokenizer
+from contracts.chat import ChatTokenizer, parse_turn
 from curation.tokenizer import train_tokenizer
 from inference.engines import SamplingParams, open_engine
 from inference.engines.vllm_keeper import VllmKeeper
 from inference.errors import EngineError
 from inference.grammar.tools import tools_grammar
-from inference.rollouts.turn import read_turn
 from tests.inference.conftest import logits_after, write_checkpoint
 from tests.vllm.conftest import real_config
 
@@ -66,7 +65,7 @@ async def test_masked_log_probabilities_are_those_over_the_derived_supports(keep
         gaps.append(float((over - torch.tensor(each.logprobs)).abs().max()))
         forced += sum(each.forced or [])
         if each.finish_reason == "stop" and tokenizer.call_end in each.token_ids:
-            assert read_turn(tokenizer.decode(each.token_ids[:-1])).error is None
+            assert parse_turn(tokenizer.decode(each.token_ids[:-1])).error is None
             calls += 1
     await engine.close()
     assert max(gaps) < 1e-4
