@@ -516,7 +516,7 @@ def read_values(source: Path, extended: tuple[Path, ...] = ()) -> dict[str, Any]
     Raises ExperimentError.
     """
     try:
-        values = load_yaml(source.read_text())
+        values = load_yaml(source.read_text(encoding="utf-8"))
     except OSError as error:
         said = f", which {extended[-1]} extends," if extended else ""
         raise ExperimentError(
