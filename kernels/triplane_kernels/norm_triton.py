@@ -103,9 +103,9 @@ def _backward_kernel(
             slope += tl.where(column[None, :] < half, other, -other)
         if NORM:
             values = to_float32(tl.load(x + at, mask=inside, other=0.0))
+            inverse = _inverse(values, columns, eps)
             # rows past the end are zeros, whose inverse is infinite without eps
-            inverse = tl.where(row[:, None] < rows, _inverse(values, columns, eps), 0.0)
-            values *= inverse
+            values = tl.where(inside, values * inverse, 0.0)
             total += tl.sum(slope * values, axis=0)
             slope *= to_float32(tl.load(weight + column, mask=column < columns, other=0.0))[None, :]
             slope = inverse * (slope - values * (tl.sum(slope * values, axis=1) / columns)[:, None])

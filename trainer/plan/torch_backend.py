@@ -20,8 +20,10 @@ codes as float32 and their products.
 """
 IN_MEMORY = 64 << 20
 """`trainer.flat.IN_MEMORY`, which a test compares: importing it here would load torch."""
-ROW = 400
+ROW = 500
 """Bytes a row: its place in the flat arrays, names, reward and group."""
+READ_ROWS, READ_TOKEN = 256, 40
+"""Rows that are read at once, and bytes that each of their tokens takes meanwhile."""
 
 
 def plan_torch(shapes: Shapes, batch: Batch, *, moments: int, resumed: bool, cuda: bool) -> Tape:
@@ -107,14 +109,15 @@ def requantize(tape: Tape, shapes: Shapes) -> None:
 
 
 def hold_data(tape: Tape, batch: Batch, numbers: int = 0) -> None:
-    """The dataset in the flat arrays of `trainer.flat`, of which large ones lie in files.
+    """The dataset in the flat arrays of `trainer.flat`. Large ones lie in files, whose pages the kernel writes back.
 
     numbers: float32 arrays for the scored tokens: the log probabilities of the sampler, and under the starting weights.
     """
     tokens = batch.all_tokens
     scored = tokens * batch.scored // max(batch.tokens, 1)
     arrays = [4 * tokens, tokens, *[F32 * scored] * numbers]
-    tape.hold("data", ROW * batch.rows + sum(min(size, IN_MEMORY) for size in arrays))
+    tape.hold("data", ROW * batch.rows + sum(size for size in arrays if size <= IN_MEMORY))
+    tape.touch("data", READ_TOKEN * tokens * min(1, READ_ROWS / max(batch.rows, 1)))
 
 
 def forward(tape: Tape, shapes: Shapes, batch: Batch, *, cuda: bool) -> None:
