@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from contracts.errors import ConfigError
+from contracts.yaml_text import load_yaml
 from inference.engines.vllm_memory import NARROW, UTILIZATION, keeps_blocks, token_bytes, weight_bytes
 from inference.placement.mig import KINDS, POSITIONS, PROCESSORS, Kind, Profile
 
@@ -111,13 +111,13 @@ class Fleet(BaseModel):
     def read(cls, path: Path) -> Fleet:
         """The fleet of a YAML file; paths of models are relative to it. Raises ConfigError."""
         try:
-            fleet = cls.model_validate(yaml.safe_load(path.read_text()))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise ConfigError(f"{path}: {error}") from None
+            fleet = cls.model_validate(load_yaml(path.read_text(encoding="utf-8")))
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"]))
             raise ConfigError(f"{path}: {where or 'the file'}: {first['msg'].removeprefix('Value error, ')}") from None
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{path}: {error}") from None
         services = {
             name: each.model_copy(update={"model": path.parent / each.model}) for name, each in fleet.services.items()
         }

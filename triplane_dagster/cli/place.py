@@ -41,7 +41,7 @@ def place(
 
     Examples:
 
-        triplane place --inventory >> fleet.yaml          # on each node
+        triplane place --inventory > fleet.yaml           # on one node; add the lists of others below `gpus`
 
         triplane place fleet.yaml
 
