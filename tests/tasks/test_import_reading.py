@@ -228,7 +228,7 @@ FOLDERS = {
     "not YAML": ({"about": "a: ["}, "its task.yaml is not YAML"),
     "no date": (
         {"about": "instruction: x\nfinal_state: {kind: answer, rule: exact, expected: 2023-02-30}\n"},
-        "its task.yaml can't be read: day is out of range for month",
+        "its task.yaml is not YAML: day is out of range for month",
     ),
     "unknown key": ({"about": "instruction: x\ntests: [a.py::t]\nreference: fix.patch\nhiden: []\n"}, "hiden"),
     "empty": ({"about": "\n"}, "its task.yaml is wrong at the file"),

@@ -6,11 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
-import yaml
 from pydantic import AfterValidator, Field, ValidationError
 
 from contracts.artifacts import Frozen
 from contracts.final_states import DatabaseState, DiffState, FinalState
+from contracts.yaml_text import load_yaml
 from curation.errors import TaskError
 from curation.states.database import TEST_FILE, database_deliverables, database_test_file, database_tests
 from curation.tasks.importing.reading import DELIVERABLES, Reading, Source, check_tests, task_of
@@ -89,14 +89,15 @@ def read_folder(folder: Path) -> Reading:
 
 def _about(path: Path) -> TaskFile:
     try:
-        return TaskFile.model_validate(yaml.safe_load(path.read_bytes()))
-    except yaml.YAMLError as error:
+        text = path.read_text(encoding="utf-8")
+        values = load_yaml(text)
+    except ValueError as error:
         raise TaskError(f"its {TASK_FILE} is not YAML: {' '.join(str(error).split())}") from None
+    try:
+        return TaskFile.model_validate(values)
     except ValidationError as error:
         faults = (f"{'.'.join(map(str, fault['loc'])) or 'the file'}: {fault['msg']}" for fault in error.errors())
         raise TaskError(f"its {TASK_FILE} is wrong at {'; '.join(faults)}") from None
-    except (ValueError, RecursionError) as error:  # no date, such as 2023-02-30
-        raise TaskError(f"its {TASK_FILE} can't be read: {error}") from None
 
 
 def _source(place: Path, about: TaskFile, family: str) -> Source:
