@@ -180,7 +180,7 @@ def draft_of(path: Path) -> Path:
 
 def _commit(directory: Path) -> None:
     """Commit the files with fixed names and dates, so that equal files give the same commit on every machine."""
-    environment = {"PATH": os.environ.get("PATH", os.defpath), "HOME": str(directory)} | _GIT_ENV
+    environment = {"PATH": os.environ.get("PATH", os.defpath), "HOME": os.devnull} | _GIT_ENV
     for command in (
         ["init", "--quiet", "--initial-branch=main", "--template="],
         ["add", "--all", "--force"],
