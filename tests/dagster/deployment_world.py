@@ -199,7 +199,7 @@ def serving(
     policy: Artifact, application: type[Application] = Application, engine_class: type[BuiltinEngine] = BuiltinEngine
 ) -> Iterator[str]:
     """Base URL of a real server of `policy`, in a thread."""
-    app = application(lambda directory, version: (engine_class(directory, version, threads=1), None), "policy")
+    app = application(lambda directory, version: engine_class(directory, version, threads=1), "policy")
     asyncio.run(app.open(policy.directory(), policy.ref.digest))
     server = uvicorn.Server(uvicorn.Config(app.starlette(), host="127.0.0.1", port=0, log_level="warning"))
     started = threading.Event()

@@ -129,7 +129,7 @@ async def test_a_score_at_a_reload_is_refused_instead_of_labeled_with_the_old_ve
 ) -> None:
     first, second = (checkpoint_writer(tmp_path / str(seed), seed) for seed in range(2))
     engine = ReplacedEngine(BuiltinEngine(first, "first", threads=1), second)
-    application = Application(lambda directory, version: (engine, None), "policy")
+    application = Application(lambda directory, version: engine, "policy")
     await application.open(first, "first")
     transport = httpx.ASGITransport(application.starlette())
     headers = {} if pin is None else {"X-Policy-Version": pin}
