@@ -32,6 +32,7 @@ class VerifierService(Service, rpc.VerifierServicer):
         started = time.monotonic()
         timeout_s = checked_timeout(request.timeout_s)
         left = context.time_remaining()
+        request.limits.lifetime_s = 0  # a verification ends with its tests
         wanted = Wanted(request.template, backend=request.backend, rules_yaml=request.policy_yaml)
         backend, decisions = self.sandboxes.decide(wanted.with_limits(request.limits))
         result = await self._verifications.verify(

@@ -125,7 +125,10 @@ def test_a_verification_is_bound_by_the_maximum_too(served: Served) -> None:
 
     async def job(client: OperationsClient) -> tuple[str, str]:
         template = await client.put_template(FILES)
-        result = await client.verify(template, b"", hidden, ["test_h.py::test_it"])
+        short = "resources: {maximum: {lifetime_s: 500}}"  # its limit of 600 s does not count
+        result = await client.verify(
+            template, b"", hidden, ["test_h.py::test_it"], limits=Limits(memory_mb=256), rules=short
+        )
         with pytest.raises(RulesDenied, match=r"resources.maximum.memory_mb allows at most 256, not 4096"):
             await client.verify(template, b"", hidden, ["test_h.py::test_it"], limits=Limits(memory_mb=4096))
         return result.outcomes[0].status, served.events("policy.denied")[-1]["detail"]["reason"]
