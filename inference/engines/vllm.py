@@ -158,6 +158,7 @@ class VllmEngine:
         if params.grammar is None:
             return completion
         vocabulary = await asyncio.to_thread(self._vocabulary)
+        # compiled here, so that the thread below finds it and waits for no other grammar
         await compiled_async(params.grammar, vocabulary, params.stop_token_ids)
         return await asyncio.to_thread(with_supports, completion, params, vocabulary)
 

@@ -89,10 +89,9 @@ def read_folder(folder: Path) -> Reading:
 
 def _about(path: Path) -> TaskFile:
     try:
-        text = path.read_text(encoding="utf-8")
-        values = load_yaml(text)
+        values = load_yaml(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise TaskError(f"its {TASK_FILE} is not YAML: {' '.join(str(error).split())}") from None
+        raise TaskError(f"its {TASK_FILE} is not YAML: {error}") from None
     try:
         return TaskFile.model_validate(values)
     except ValidationError as error:
