@@ -89,7 +89,7 @@ class Function:
         return path == self.source.path and starts[self.first - 1] <= start and end <= starts[self.last]
 
     def overlaps(self, path: str, start: int, end: int) -> bool:
-        """Whether some bytes of a file, or a place in it, are part of its lines."""
+        """Whether its lines contain some of these bytes of a file. An empty range is a place of insertion."""
         starts = self.source.starts
         some = max(start, starts[self.first - 1]) < min(end, starts[self.last])
         return (path == self.source.path and some) or self.encloses(path, start, end)

@@ -23,9 +23,9 @@ LEFT_OUT = frozenset(
 )
 """Directories that are not part of a repository's content."""
 _MOST_STEPS = 1000
-"""Parts of paths that are followed for one link."""
+"""Path components that are followed at most to resolve one link."""
 _AS_THEY_ARE = b"* -text -ident -filter -working-tree-encoding\n"
-"""Attributes with which git stores files unchanged; they have precedence over those of a tree."""
+"""Git attributes that keep files unchanged; they take precedence over the `.gitattributes` of a tree."""
 
 
 def folder_tree(root: Path) -> Tree:

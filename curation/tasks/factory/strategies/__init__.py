@@ -122,8 +122,8 @@ def strategy_named(name: str) -> Strategy:
 
 
 def installed_strategies(names: Iterable[str]) -> dict[str, str]:
-    """Digests of those strategies that are not of this package, by name: of the versions of their distributions, and of
-    the sources of the modules that define them.
+    """Digest of each strategy that another package provides, by name. It covers the version of the distribution and the
+    source of the module that defines the strategy.
     """
     found = {each.name: each for each in entry_points(group=GROUP) if each.name not in _OWN}
     digests = {}
