@@ -32,7 +32,7 @@ def parse_python(source: str | bytes) -> ast.Module:
 
 
 def is_deep(node: ast.AST) -> bool:
-    """Whether a tree is nested too deeply for what calls itself for each level, such as `ast.dump` and visitors."""
+    """Whether a tree is nested too deeply for recursive code such as `ast.dump` and visitors."""
     level = [node]
     for _ in range(_MOST_LEVELS):
         level = [child for each in level for child in ast.iter_child_nodes(each)]

@@ -40,5 +40,5 @@ def allowed_pause(plan: ScheduleConfig) -> timedelta:
 def longest_pause(plan: ScheduleConfig) -> timedelta:
     """Longest time between two nights."""
     ticks = islice(schedule_execution_time_iterator(_FIRST, plan.cron, plan.timezone), _TICKS)
-    # of timestamps, since datetimes of one time zone are subtracted as if its clocks were never changed
+    # timestamps: the difference of two datetimes of one time zone ignores changes of its clocks
     return timedelta(seconds=max(later - earlier for earlier, later in pairwise(tick.timestamp() for tick in ticks)))

@@ -14,7 +14,7 @@ from inference.errors import BadRequest
 _DEFAULT = 256
 """Tokens that are expected of a request that names no limit."""
 _MOST = 2**31
-"""Tokens that are expected at most: sums of the loads of a server stay exact."""
+"""Upper bound of the tokens that are expected of a request, so that the sum of a server's loads stays exact."""
 _WORD = 4
 """Bytes of text that stand for a token."""
 
