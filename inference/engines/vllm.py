@@ -37,7 +37,16 @@ from inference.engines.marks import UNMARKED, read_spans
 from inference.engines.policies import PolicyDirectory, PolicyFiles, Prepared, Preparer, served_directory
 from inference.engines.seeds import mixed_seed
 from inference.engines.vllm_keeper import HEALTH_S, VllmKeeper
-from inference.engines.vllm_update import Policy, is_asleep, load_policy, prove_policy, score, served_version, serves
+from inference.engines.vllm_update import (
+    Policy,
+    is_asleep,
+    is_paused,
+    load_policy,
+    prove_policy,
+    score,
+    served_version,
+    serves,
+)
 from inference.errors import EngineError, EngineStopped, EngineUnreachable, RequestTooLong, StaleVersion, WeightsDiffer
 from inference.grammar.compiled import Vocabulary, compiled_async
 from inference.grammar.replay import with_supports
@@ -254,7 +263,7 @@ class VllmEngine:
         prepared = await self._prepared(client)
         try:
             asleep = self._config.idle == "sleep" and await is_asleep(client)
-            if asleep or not await serves(client, prepared.version):
+            if asleep or await is_paused(client) or not await serves(client, prepared.version):
                 policy = await self._policy(prepared)
                 await load_policy(client, policy, self._config.drain_s, asleep=asleep)
             await self._welcome(client)

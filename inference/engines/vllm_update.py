@@ -123,6 +123,11 @@ async def is_asleep(client: JsonClient) -> bool:
     return bool((await client.call("GET", "/is_sleeping"))["is_sleeping"])
 
 
+async def is_paused(client: JsonClient) -> bool:
+    """Whether the server's scheduler stands still, as after an update whose client was killed."""
+    return bool((await client.call("GET", "/is_paused"))["is_paused"])
+
+
 async def pause(client: JsonClient, drain_s: float) -> None:
     """Stop the server's scheduler after the requests in flight, or abort them."""
     try:

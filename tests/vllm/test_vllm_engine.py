@@ -129,6 +129,18 @@ async def test_an_update_that_is_cancelled_while_it_pauses_lets_the_server_go_on
     await engine.close()
 
 
+async def test_a_server_whose_update_was_killed_while_it_paused_is_updated_again(
+    keeper: VllmKeeper, policies: Policies
+) -> None:
+    engine = managed(keeper, policies)
+    await engine.version()
+    HTTP.post(f"{keeper.address}/pause?mode=abort", timeout=30)
+    engine.doubt()
+    async with asyncio.timeout(60):
+        assert (await engine.generate([1, 2, 3], PARAMS)).spans == [(FIRST, 0, 8)]
+    await engine.close()
+
+
 async def test_wrong_weights_are_refused_by_name_and_a_server_of_ours_is_started_again(
     keeper: VllmKeeper, policies: Policies, caplog: pytest.LogCaptureFixture
 ) -> None:

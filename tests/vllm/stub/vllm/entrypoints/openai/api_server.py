@@ -99,6 +99,7 @@ class Handler(BaseHTTPRequestHandler):
         bodies: dict[str, Any] = {
             "/health": {},
             "/is_sleeping": {"is_sleeping": bool(self.served.asleep)},
+            "/is_paused": {"is_paused": self.served.paused.is_set()},
             "/weight_info": {"weight_version": self.served.version},
             "/v1/models": {"data": [{"id": "policy", "max_model_len": 256}]},
             "/server_info": {"vllm_config": "device_config=cpu,"},
@@ -181,6 +182,8 @@ class Handler(BaseHTTPRequestHandler):
         return {"results": [methods[body["method"]](**body["kwargs"])]}
 
     def post_generate(self, body: dict[str, Any]) -> Any:
+        while self.served.paused.is_set():
+            time.sleep(0.01)
         with self.served.lock:
             self.served.running += 1
         try:
