@@ -34,7 +34,7 @@ class LocalStack:
 
     def __init__(self, folder: Path, variables: Mapping[str, str]) -> None:
         self.folder = folder
-        self._ports = {port: str(free_port()) for port in ("3000", "4000", "6379", "8000", "8080")}
+        self._ports = {port: str(free_port()) for port in ("3000", "4000", "6379", "8000", "8080", "9465")}
         self._services = services(variables)
         self._running: dict[str, subprocess.Popen[bytes]] = {}
         for name in ("home", "cache", "envd", "experiments", "tmp", "bridge", "journal"):

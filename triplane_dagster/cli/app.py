@@ -18,6 +18,7 @@ from triplane_dagster.cli import (
     gc,
     iterate,
     lineage,
+    metrics,
     place,
     plan,
     quarantine,
@@ -107,5 +108,6 @@ app.command()(fork.fork)
 app.command()(train.train)
 app.add_typer(tasks.app, name="tasks")
 app.command()(gc.gc)
+app.command()(metrics.metrics)
 app.add_typer(store.app, name="store")
 app.add_typer(experiments.app, name="experiments")
