@@ -15,7 +15,7 @@ from contracts.store import Store
 from inference.rollouts.carry_over import UNFINISHED
 from ops.ledger.rows import rows_of
 from ops.ledger.segments import KIND, Ledger, batched
-from resources.refs import noted, unnote
+from resources.refs import note, noted, unnote
 
 LEFT_OUT = frozenset({"group", "rollout_plan", "report", KIND})
 """Kinds that no question needs: parts of rollouts, and pages."""
@@ -46,7 +46,10 @@ def update(store: Store, progress: Callable[[int], None] = lambda done: None) ->
             continue
         for ref in pending:
             unnote(store, ref)
-        return len(fresh)
+        if not pending or ledger.is_current(segments):
+            return len(fresh)
+        for ref in pending:  # a rebuild began a generation that may lack them
+            note(store, ref)
     return rebuild(store, progress)
 
 
@@ -60,7 +63,10 @@ def update_fault(store: Store) -> str:
 
 
 def rebuild(store: Store, progress: Callable[[int], None] = lambda done: None) -> int:
-    """Index every artifact of the store anew. Returns their number."""
+    """Index every artifact of the store anew. Returns their number.
+
+    The next update indexes artifacts that concurrent updates added to the ledger that this one replaces.
+    """
     done, pending = 0, noted(store)
 
     def write(folder: Path) -> None:
@@ -72,7 +78,11 @@ def rebuild(store: Store, progress: Callable[[int], None] = lambda done: None) -
                 done += len(some)
                 progress(done)
 
-    Ledger(store).replace(write)
+    missed = Ledger(store).replace(write)
+    if missed is None:
+        return rebuild(store, progress)
+    for ref in missed:
+        note(store, ref)
     for ref in pending:  # noted before, so the listing had them
         unnote(store, ref)
     return done
