@@ -480,6 +480,24 @@ def test_concurrent_updates_index_each_artifact_once(tmp_path: Path) -> None:
         assert db.sql("SELECT count(*), count(DISTINCT uri) FROM artifacts").fetchall() == [(25, 25)]
 
 
+def test_an_artifact_that_is_made_again_with_other_content_is_indexed_anew(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+
+    def sampled(episode: str) -> Artifact:
+        found = table_of(EPISODES, [{"episode_id": episode, "task_id": "t0", "tool_calls": []}])
+        made = commit(store, "rollouts", {}, {}, episodes=found)
+        write_ref(store, "one", "rollouts", "0000", made.ref)
+        update(store)
+        return made
+
+    first = sampled("a" * 32)
+    discard_artifact(store, first.ref)  # as ArtifactCorrupt advises
+    second = sampled("b" * 32)
+    assert first.ref.uri == second.ref.uri
+    assert answered(store, "episode", "a")["seen"] == []
+    assert answered(store, "episode", "b")["seen"] == [(second.ref.digest, 1)]
+
+
 class Materializing:
     """Progress of a rebuild during which one artifact materializes and `then` is called."""
 
