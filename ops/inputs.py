@@ -69,8 +69,9 @@ def pin_inputs(step: Step, policy: str) -> Artifact:
     if found is not None:
         return found
     require_launchable(step.experiment)  # fail now, not after hours of rollouts
-    start = resolve_start(step.store, step.experiment.name, step.parent("base"), policy)
     ahead = next_iteration(step.store, step.experiment.name) < int(step.iteration)
+    # read after the decisions, each of which follows its promotion
+    start = resolve_start(step.store, step.experiment.name, step.parent("base"), policy)
     inputs = IterationInputs(
         experiment=step.experiment.name,
         iteration=step.iteration,

@@ -14,6 +14,7 @@ from contracts.artifacts import Artifact, ArtifactRef, artifact_exists, discard_
 from contracts.store import Store
 from inference.rollouts.groups import GROUP
 from ops.graph import CHECKPOINT, EVALUATION, ITERATION_INPUTS, PER_ITERATION, ROLLOUTS, SAMPLER
+from ops.iteration_keys import next_iteration
 from ops.readings import EVALUATION_RUN
 from ops.state import read_inputs
 from resources.refs import earlier_refs, experiments_in, partitions, read_artifact, read_ref
@@ -37,7 +38,8 @@ class Removable:
 def removable(store: Store, keep_last: int, older_than_s: float) -> list[Removable]:
     """Artifacts that no policy, no pinned iteration and no question needs.
 
-    keep_last: iterations, and promotions that the live policy builds on, whose trainer states stay; at least 1.
+    keep_last: iterations, and promotions that the live policy builds on, whose trainer states stay beside those of
+    iterations without a decision; at least 1.
     older_than_s: minimum age, since a run may have made what nothing names yet.
     """
     old = time.time() - older_than_s
@@ -69,9 +71,10 @@ def _needed_by(store: Store, experiment: str, keep_last: int) -> Iterator[str]:
     live = [history[-1]] if history else []
     for entry in (*live, *(history[number - 1] for number in registry.standing()[-keep_last:])):
         yield entry.trainer_state.key
-    for iteration in partitions(store, experiment, ITERATION_INPUTS.name)[-keep_last:]:
-        pinned = read_ref(store, experiment, ITERATION_INPUTS.name, iteration)
-        start = read_inputs(store, pinned).start if pinned else None
+    pinned, undecided = partitions(store, experiment, ITERATION_INPUTS.name), next_iteration(store, experiment)
+    for iteration in {*pinned[-keep_last:], *(each for each in pinned if int(each) >= undecided)}:
+        inputs = read_ref(store, experiment, ITERATION_INPUTS.name, iteration)
+        start = read_inputs(store, inputs).start if inputs else None
         if start is not None:
             yield start.trainer_state.key
         made = read_ref(store, experiment, CHECKPOINT.name, iteration)

@@ -12,7 +12,7 @@ from typing import Any
 
 import dagster as dg
 
-from contracts.artifacts import Artifact, ArtifactRef, artifact_exists, find_artifact, open_artifact
+from contracts.artifacts import Artifact, ArtifactRef, artifact_exists, open_artifact
 from contracts.errors import ArtifactMissing
 from contracts.store import Store
 from curation.verify import Verifier
@@ -234,14 +234,10 @@ def rollout_ops(experiment: Experiment) -> tuple[dg.OpDefinition, dg.OpDefinitio
 
 
 def groups_lacking(plan: RolloutPlan, gathered: Gathered, store: Store) -> list[GroupPlan]:
-    """Groups that the plan requires and that are neither committed nor merged."""
-    if not gathered.missing:
-        return []
-    merged = find_artifact(store, ROLLOUTS.name, plan.key)
-    if merged is None:
-        return gathered.missing
-    held = set(merged.table("episodes.parquet", columns=["group_id"])["group_id"].to_pylist())
-    return [group for group in gathered.missing if group.group_id not in held]
+    """Groups that the plan requires and that are neither committed nor merged: none once there are rollouts, which are
+    made of all of them.
+    """
+    return [] if artifact_exists(store, ROLLOUTS.name, plan.key) else gathered.missing
 
 
 def rollout_metadata(step: Step, merged: Artifact, plan: RolloutPlan) -> dict[str, Any]:

@@ -79,7 +79,7 @@ def send_email(recipients: str, told: dict[str, Any]) -> None:
     if server.scheme not in ("smtp", "smtps") or not server.hostname:
         raise ValueError(f"{SMTP_VARIABLE} is not smtp://host:port or smtps://host:port")
     mail = EmailMessage()
-    mail["Subject"] = told["text"][:150]
+    mail["Subject"] = " ".join(told["text"].split())[:150]
     mail["To"] = recipients
     user = unquote(server.username or "")
     mail["From"] = user if "@" in user else recipients.split(",")[0]

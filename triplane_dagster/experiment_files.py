@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from contracts.digests import sha256
+from contracts.digests import digest_of, sha256
 from resources.errors import ExperimentError
 from resources.experiment import Experiment, find_experiments, load_experiment
 from triplane_dagster.broken_files import BrokenFile
@@ -57,6 +56,8 @@ def load_folder(folder: Path) -> Loaded:
 
 
 def experiments_digest(folder: Path) -> str:
-    """Digest of the experiment files of a folder, whether they can be used or not."""
-    files = [(path.name, sha256(path.read_bytes())) for path in find_experiments(folder)]
-    return sha256(json.dumps(files).encode())
+    """Digest of the experiments of a folder, and of its files that can't be used."""
+    loaded = load_folder(folder)
+    files = [(path.name, experiment.digest) for path, experiment in loaded.files.items()]
+    broken = [(each.path.name, sha256(each.path.read_bytes())) for each in loaded.broken]
+    return digest_of([files, broken])

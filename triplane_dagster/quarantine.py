@@ -126,7 +126,8 @@ def _is_behind(store: Store, experiment: Experiment, iteration: str, instance: d
     wanted = dg.AssetRecordsFilter(key_of(experiment, DATASET.name), asset_partitions=[iteration])
     records = instance.fetch_materializations(wanted, limit=1).records
     shown = records[0].asset_materialization if records else None
-    return made is not None and (shown is None or shown.metadata["digest"].value != made.ref.digest)
+    digest = shown.metadata.get("digest") if shown else None  # none in what was reported in the UI
+    return made is not None and (digest is None or digest.value != made.ref.digest)
 
 
 def _rebuilt(experiment: str, iteration: str, before: Artifact, after: Artifact) -> Rebuilt:

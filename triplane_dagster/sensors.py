@@ -142,6 +142,8 @@ def _request(
     tags = {TARGET_TAG: target.request or "", EXPERIMENT_TAG: experiment.name}
     place = {} if key is None else {_PARTITION_TAG: key}
     for run in instance.get_runs(dg.RunsFilter(job_name=job, tags={**tags, **place}), limit=1):
+        if not run.is_finished:
+            return _not_ended(run)
         return (
             f"run {run.run_id} of {key or 'the base'} ended as {run.status.value.lower()}: correct the cause and"
             f" re-execute it; {'the sequence' if key is None else f'once {key} has a decision the sequence'} continues"

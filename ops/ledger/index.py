@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from contracts.store import Store
 from inference.rollouts.carry_over import UNFINISHED
 from ops.ledger.rows import rows_of
 from ops.ledger.segments import KIND, Ledger, batched
-from resources.refs import noted, unnote
+from resources.refs import note, noted, unnote
 
 LEFT_OUT = frozenset({"group", "rollout_plan", "report", KIND})
 """Kinds that no question needs: parts of rollouts, and pages."""
@@ -32,21 +32,25 @@ BATCH = 64
 def update(store: Store, progress: Callable[[int], None] = lambda done: None) -> int:
     """Index the artifacts noted since the last update, with their parents. Returns their number.
 
-    Builds the whole ledger if there is none. Safe to kill at any point and to run concurrently. progress: receives the
-    number of artifacts that a rebuild has read.
+    Builds the whole ledger if there is none, or if an artifact in it was deleted and made again with other content.
+    Safe to kill at any point and to run concurrently. progress: receives the number of artifacts that a rebuild has
+    read.
     """
     ledger = Ledger(store)
     for _ in range(ATTEMPTS):
         pending = noted(store)
         with ledger.opened() as (db, segments):
-            if not segments:
+            if not segments or _is_replaced(db, pending):
                 break
             fresh = sorted(_unknown(store, db, pending), key=lambda each: each.ref.uri)
         if fresh and not ledger.append(segments, rows_of(fresh)):
             continue
         for ref in pending:
             unnote(store, ref)
-        return len(fresh)
+        if not pending or ledger.is_current(segments):
+            return len(fresh)
+        for ref in pending:  # a rebuild began a generation that may lack them
+            note(store, ref)
     return rebuild(store, progress)
 
 
@@ -60,7 +64,10 @@ def update_fault(store: Store) -> str:
 
 
 def rebuild(store: Store, progress: Callable[[int], None] = lambda done: None) -> int:
-    """Index every artifact of the store anew. Returns their number."""
+    """Index every artifact of the store anew. Returns their number.
+
+    The next update indexes artifacts that concurrent updates added to the ledger that this one replaces.
+    """
     done, pending = 0, noted(store)
 
     def write(folder: Path) -> None:
@@ -72,7 +79,11 @@ def rebuild(store: Store, progress: Callable[[int], None] = lambda done: None) -
                 done += len(some)
                 progress(done)
 
-    Ledger(store).replace(write)
+    missed = Ledger(store).replace(write)
+    if missed is None:
+        return rebuild(store, progress)
+    for ref in missed:
+        note(store, ref)
     for ref in pending:  # noted before, so the listing had them
         unnote(store, ref)
     return done
@@ -89,6 +100,18 @@ def _all(store: Store) -> Iterator[Artifact]:
             yield from list_artifacts(store, kind)
 
 
+def _known(db: duckdb.DuckDBPyConnection, uris: Iterable[str]) -> dict[str, str]:
+    """Digests of those of these artifacts that the ledger has, by URI."""
+    query = "SELECT uri, digest FROM artifacts WHERE list_contains($uris, uri)"
+    return dict(db.sql(query, params={"uris": [*uris]}).fetchall())
+
+
+def _is_replaced(db: duckdb.DuckDBPyConnection, refs: Collection[ArtifactRef]) -> bool:
+    """Whether the ledger has one of these artifacts with other content."""
+    known = _known(db, [ref.uri for ref in refs])
+    return any(known.get(ref.uri, ref.digest) != ref.digest for ref in refs)
+
+
 def _unknown(store: Store, db: duckdb.DuckDBPyConnection, refs: Iterable[ArtifactRef]) -> Iterator[Artifact]:
     """Artifacts that the ledger lacks: these and all that they were made from."""
     wanted = list(refs)
@@ -96,11 +119,8 @@ def _unknown(store: Store, db: duckdb.DuckDBPyConnection, refs: Iterable[Artifac
     while wanted:
         level = {ref.uri: ref for ref in wanted if ref.uri not in seen and ref.kind not in LEFT_OUT}
         seen |= level.keys()
-        known = db.sql(
-            "SELECT uri FROM artifacts WHERE list_contains($uris, uri)", params={"uris": [*level]}
-        ).fetchall()
         wanted = []
-        for uri in level.keys() - {row[0] for row in known}:
+        for uri in level.keys() - _known(db, level).keys():
             artifact = find_artifact(store, level[uri].kind, level[uri].key)
             if artifact is None:  # deleted
                 continue

@@ -113,6 +113,11 @@ def segments_of(store: Store) -> list[Segment]:
     return sorted(Segment(*(int(number) for number in each.groups())) for each in found if each)
 
 
+def generation_of(segments: Sequence[Segment]) -> int:
+    """Number of the newest generation; 0 if there is none."""
+    return max((each.generation for each in segments), default=0)
+
+
 def widest(segments: Sequence[Segment]) -> list[Segment]:
     """Segments that together cover the newest complete generation, in order; empty if there is none.
 
@@ -176,11 +181,31 @@ class Ledger:
         self._merge(generation, number)
         return True
 
-    def replace(self, write: Callable[[Path], None]) -> None:
-        """Begin a generation with the files that `write` puts into a folder. It replaces the older ones."""
-        generation = max((each.generation for each in segments_of(self.store)), default=0) + 1
-        self._commit(Segment(generation, 0, 0), write)
+    def replace(self, write: Callable[[Path], None]) -> list[ArtifactRef] | None:
+        """Begin a generation with the files that `write` puts into a folder. It replaces the older ones.
+
+        Returns the artifacts that updates meanwhile added to an older generation and that the new one lacks; None, and
+        changes nothing, if another writer was first.
+        """
+        before = segments_of(self.store)
+        new = Segment(generation_of(before) + 1, 0, 0)
+        if not self._commit(new, write):
+            return None
+        late = [each for each in segments_of(self.store) if each < new and each not in before]
+        known = {row["uri"] for row in self._artifacts([new])} if late else set()
+        lacking = [row for row in self._artifacts(late) if row["uri"] not in known]
         self._sweep()
+        return [
+            ArtifactRef(kind=row["kind"], key=row["uri"].rsplit("/", 1)[-1], digest=row["digest"]) for row in lacking
+        ]
+
+    def is_current(self, segments: Sequence[Segment]) -> bool:
+        """Whether no other generation has replaced that of these segments."""
+        return generation_of(segments_of(self.store)) == generation_of(segments)
+
+    def _artifacts(self, segments: Sequence[Segment]) -> Iterator[dict[str, str]]:
+        for segment in segments:
+            yield from _open(self.store, segment).table("artifacts.parquet", ["uri", "kind", "digest"]).to_pylist()
 
     def _merge(self, generation: int, number: int) -> None:
         """Merge the segments that end at update `number`, if they complete a power of MERGED."""

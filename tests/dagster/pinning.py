@@ -12,6 +12,7 @@ from contracts.artifacts import Artifact, ArtifactRef, ArtifactWriter
 from contracts.digests import digest_of
 from contracts.store import LocalStore, Store
 from ops.deploy_decision import Decision, Verdict
+from ops.inputs import PromptsDrawn
 from ops.iteration_keys import iteration_key
 from resources.experiment import Experiment
 from resources.refs import write_ref
@@ -31,6 +32,15 @@ def make_base(store: Store, experiment: Experiment) -> None:
     commit(store, "trainer_state", key)
     for asset, kind in (("task_suite", "task_suite"), ("base_policy", "checkpoint")):
         write_ref(store, experiment.name, asset, None, commit(store, kind, key).ref)
+
+
+def sample(store: Store, experiment: Experiment, iteration: str) -> None:
+    """Let an iteration have drawn its prompts and have a dataset."""
+    key = digest_of([experiment.name, iteration])
+    with ArtifactWriter(store, "prompts", key, parents={}, config={}, code_version="1") as out:
+        out.add_json("prompts.json", PromptsDrawn(groups=[], reserve=[], cursor_after=4).model_dump(mode="json"))
+        write_ref(store, experiment.name, "prompts", iteration, out.commit(meta={}).ref)
+    write_ref(store, experiment.name, "dataset", iteration, commit(store, "dataset", key).ref)
 
 
 def decide(store: Store, experiment: Experiment, iteration: str, decision: Verdict = "live") -> None:

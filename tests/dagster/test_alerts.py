@@ -143,6 +143,12 @@ def test_a_failed_run_is_mailed_with_its_error(mails: Mails, failed: dg.RunFailu
     assert f"run_id: {failed.dagster_run.run_id}" in mail.get_payload()
 
 
+def test_a_message_with_a_line_break_is_mailed(mails: Mails) -> None:
+    send_email("night@example.com", {"text": "tiny is overdue: iteration 0003 is under way (larger\nbatch)"})
+    (mail,) = mails.received
+    assert mail["Subject"] == "tiny is overdue: iteration 0003 is under way (larger batch)"
+
+
 def test_a_password_is_not_sent_without_tls(
     mails: Mails, failed: dg.RunFailureSensorContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:

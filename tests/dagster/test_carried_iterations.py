@@ -14,9 +14,11 @@ from inference.rollouts.plan import CARRIED_OVER
 from ops.inputs import PromptsDrawn
 from ops.ledger.index import rebuild, update
 from ops.ledger.segments import Ledger
+from ops.retention import removable, remove
 from ops.state import read_inputs
 from resources.experiment import load_experiment
 from resources.refs import require_ref
+from triplane_dagster.run import open_runner
 
 pytestmark = pytest.mark.slow
 TINY = Path(__file__).parent / "tiny.yaml"
@@ -75,3 +77,13 @@ def test_the_ledger_knows_what_was_carried_over(world: World) -> None:
         with Ledger(world.store).opened() as (db, _):
             (count,) = db.sql(query).fetchall()
         assert count == (3,), index
+
+
+def test_an_iteration_with_carried_over_groups_materializes_again_after_gc(world: World) -> None:
+    iteration = world.made[1]
+    before = opened(world, "rollouts", iteration).ref
+    for each in removable(world.store, 1, -60.0):
+        remove(world.store, each)
+    with open_runner(world.experiment, world.instance) as runner:
+        runner.assets(iteration, ["rollouts"])
+    assert opened(world, "rollouts", iteration).ref == before, "nothing is sampled again"

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import dagster as dg
 import pytest
 from dagster_world import World, run_world
-from pinning import commit, make_base, pin
+from pinning import commit, decide, make_base, pin, sample
 
+import ops.inputs
 from assets.naming import key_of
 from contracts.store import open_store
-from ops.inputs import find_inputs
+from ops.inputs import find_inputs, resolve_start
 from ops.off_policy import staleness, trainings_between
 from ops.rollback import plan_rollback, roll_back
+from ops.state import Start
 from resources.errors import ExperimentError, IterationRefused
 from resources.experiment import Experiment, load_experiment
-from resources.refs import read_artifact, write_ref
+from resources.refs import read_artifact, require_ref, write_ref
 from resources.registry import Registry
 from triplane_dagster.cli.history import json_of, summaries
 from triplane_dagster.jobs import HALF_TAG
@@ -122,6 +125,30 @@ def test_an_iteration_is_not_trained_before_the_one_that_it_builds_on(overlapped
     inputs, first = find_inputs(ran_ahead.store, more, "0004"), Registry(ran_ahead.store, "tiny").history()[0]
     assert inputs is not None and inputs.started.checkpoint == first.policy
     assert trainings_between(ran_ahead.store, inputs.policy, first.policy, 9) == 2
+
+
+def test_an_iteration_that_is_pinned_while_the_one_before_it_is_decided_starts_from_the_live_policy(
+    overlapped: Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRIPLANE_STORE", str(tmp_path / "store"))
+    store = open_store()
+    make_base(store, overlapped)
+    base = require_ref(store, "tiny", "base_policy")
+    state, candidate = (commit(store, kind, "c" * 64).ref for kind in ("trainer_state", "checkpoint"))
+
+    def resolve_and_decide(*arguments: Any) -> Start:
+        found = resolve_start(*arguments)
+        assert Registry(store, "tiny").promote(candidate, state, parent=base.digest, iteration="0000")
+        decide(store, overlapped, "0000")
+        return found
+
+    with dg.DagsterInstance.ephemeral(str(tmp_path)) as instance:
+        pin(overlapped, instance, "0000")
+        sample(store, overlapped, "0000")
+        monkeypatch.setattr(ops.inputs, "resolve_start", resolve_and_decide)
+        pin(overlapped, instance, "0001")
+    inputs = find_inputs(store, overlapped, "0001")
+    assert inputs is not None and inputs.policy == base and inputs.start is None
 
 
 def test_without_overlap_nothing_is_sampled_ahead(

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import dagster as dg
 import pytest
 from dagster_world import World
 from test_recall import History, Walk, made_by, rule_of
@@ -247,6 +248,20 @@ def test_a_quarantined_task_leaves_its_dataset_and_a_lift_brings_back_the_same_a
     assert {each.ref for each in list_artifacts(place.store, "dataset")} == artifacts
     listed = json.loads(triplane("quarantine", "--list", "--json").stdout)
     assert [(row["what"], row["state"]) for row in listed] == [(f"task {place.task}", "lifted"), ("lifts 1", None)]
+
+
+def test_a_dataset_that_was_reported_in_the_ui_is_shown_again(place: Place) -> None:
+    arguments = ("quarantine", "--task", place.task, "--yes", "--json")
+    assert triplane(*arguments).returncode == 0
+    dataset = dg.AssetKey(["tiny", "dataset"])
+    wanted = dg.AssetRecordsFilter(dataset, asset_partitions=["0000"])
+    with dg.DagsterInstance.get() as instance:
+        instance.report_runless_asset_event(dg.AssetMaterialization(dataset, partition="0000"))
+        again = triplane(*arguments)
+        assert again.returncode == 0 and json.loads(again.stdout)["rebuilt"] == [], again.stderr
+        (record,) = instance.fetch_materializations(wanted, limit=1).records
+    assert record.asset_materialization is not None
+    assert record.asset_materialization.metadata["digest"].value == place.ref("dataset", "0000").digest
 
 
 def test_retraining_makes_a_policy_live_that_saw_no_quarantined_episode(place: Place) -> None:

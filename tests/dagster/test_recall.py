@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Collection
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,7 @@ from dagster_world import World
 
 import ops.ledger.index
 import ops.ledger.segments
-from contracts.artifacts import Artifact, ArtifactWriter, discard_artifact, list_artifacts
+from contracts.artifacts import Artifact, ArtifactRef, ArtifactWriter, discard_artifact, list_artifacts
 from contracts.digests import digest_of
 from contracts.episodes import EPISODES, TELEMETRY
 from contracts.errors import ArtifactCorrupt, ArtifactMissing
@@ -27,7 +28,7 @@ from ops.ledger.index import discard, rebuild, update, update_fault
 from ops.ledger.recall import recall
 from ops.ledger.segments import KIND, TABLES, Ledger, Segment, segments_of, widest
 from resources.errors import AlreadyLive, RegistryError
-from resources.refs import experiments_in, noted, write_ref
+from resources.refs import experiments_in, noted, unnote, write_ref
 from resources.registry import BasePolicy, Registry
 
 pytestmark = pytest.mark.slow
@@ -477,6 +478,108 @@ def test_concurrent_updates_index_each_artifact_once(tmp_path: Path) -> None:
     update(store)
     with Ledger(store).opened() as (db, _):
         assert db.sql("SELECT count(*), count(DISTINCT uri) FROM artifacts").fetchall() == [(25, 25)]
+
+
+def test_an_artifact_that_is_made_again_with_other_content_is_indexed_anew(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+
+    def sampled(episode: str) -> Artifact:
+        found = table_of(EPISODES, [{"episode_id": episode, "task_id": "t0", "tool_calls": []}])
+        made = commit(store, "rollouts", {}, {}, episodes=found)
+        write_ref(store, "one", "rollouts", "0000", made.ref)
+        update(store)
+        return made
+
+    first = sampled("a" * 32)
+    discard_artifact(store, first.ref)  # as ArtifactCorrupt advises
+    second = sampled("b" * 32)
+    assert first.ref.uri == second.ref.uri
+    assert answered(store, "episode", "a")["seen"] == []
+    assert answered(store, "episode", "b")["seen"] == [(second.ref.digest, 1)]
+
+
+class Materializing:
+    """Progress of a rebuild during which one artifact materializes and `then` is called."""
+
+    def __init__(self, store: Store, then: Callable[[], object]) -> None:
+        self.store, self.then, self.made = store, then, 0
+
+    def __call__(self, _: int) -> None:
+        self.made += 1
+        if self.made == 1:
+            commit_and_note(self.store)
+            self.then()
+
+
+def of_first(store: Store) -> Store:
+    made = commit(store, "prompts", {}, {"first": True})
+    write_ref(store, "one", "prompts", "0000", made.ref)
+    return store
+
+
+def lacks_nothing(store: Store) -> bool:
+    """Whether the next update completes the ledger."""
+    update(store)
+    with Ledger(store).opened() as (db, _):
+        uris = [uri for (uri,) in db.sql("SELECT uri FROM artifacts ORDER BY uri").fetchall()]
+    return uris == sorted(Walk(store).all) and not noted(store)
+
+
+def test_an_artifact_that_an_update_indexes_during_a_rebuild_is_not_lost(tmp_path: Path) -> None:
+    store = of_first(open_store(str(tmp_path)))
+    update(store)
+    during = Materializing(store, lambda: update(store))
+    assert rebuild(store, during) == during.made == 1
+    assert lacks_nothing(store)
+
+
+def test_an_update_that_ends_after_a_concurrent_rebuild_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = of_first(open_store(str(tmp_path)))
+    update(store)
+    appended, rebuilt = threading.Event(), threading.Event()
+
+    def unnote_later(store: Store, ref: ArtifactRef) -> None:
+        appended.set()
+        assert rebuilt.wait(30)
+        unnote(store, ref)
+
+    with ThreadPoolExecutor(1) as pool, monkeypatch.context() as patch:
+
+        def update_meanwhile() -> None:
+            patch.setattr(ops.ledger.index, "unnote", unnote_later)
+            running.append(pool.submit(update, store))
+            assert appended.wait(30)
+            patch.setattr(ops.ledger.index, "unnote", unnote)
+
+        running: list[Future[int]] = []
+        rebuild(store, Materializing(store, update_meanwhile))
+        rebuilt.set()
+        assert running[0].result(30) == 1
+    assert lacks_nothing(store)
+
+
+def test_of_two_first_updates_the_later_one_loses_nothing(tmp_path: Path) -> None:
+    """The first of them lists the store before an artifact materializes, and commits before the other."""
+    store = of_first(open_store(str(tmp_path)))
+    listed, go = threading.Event(), threading.Event()
+
+    def wait(_: int) -> None:
+        listed.set()
+        assert go.wait(30)
+
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(update, store, wait)
+        assert listed.wait(30)
+        commit_and_note(store)
+
+        def end_first(_: int) -> None:
+            go.set()
+            assert first.result(30) == 1
+
+        assert update(store, end_first) == 2
+    assert lacks_nothing(store)
 
 
 def test_iterations_index_what_they_make(ran: World) -> None:

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import dagster as dg
 import pytest
 from dagster_world import World
+from pinning import commit, decide, make_base, pin, sample
 from typer.testing import CliRunner
 
 from contracts.artifacts import ArtifactRef, find_artifact, list_artifacts, open_artifact
@@ -21,7 +22,8 @@ from ops.ledger.index import rebuild
 from ops.ledger.recall import Recall, recall
 from ops.retention import iteration_bytes, removable, remove
 from ops.rollback import plan_rollback
-from resources.refs import require_ref
+from resources.experiment import Experiment, OffPolicyConfig
+from resources.refs import require_ref, write_ref
 from resources.registry import Registry
 from triplane_dagster.cli.app import app
 from triplane_dagster.iterations import decision_of, next_partition
@@ -80,6 +82,25 @@ def test_what_is_young_or_among_the_last_iterations_stays(mine: World) -> None:
     assert removable(mine.store, 1, 3600.0) == []
     kept = {each.ref for each in removable(mine.store, 99, ANY_AGE)}
     assert kept == {each.ref for each in list_artifacts(mine.store, "group")}, "all groups are merged"
+
+
+def test_the_states_of_undecided_iterations_stay(
+    tiny: Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With overlap, the candidate of one iteration is evaluated while the next one is sampled."""
+    monkeypatch.setenv("TRIPLANE_STORE", str(tmp_path / "store"))
+    store, ahead = open_store(), tiny.model_copy(update={"off_policy": OffPolicyConfig(overlap=True)})
+    make_base(store, ahead)
+    commit(store, "trainer_state", "c" * 64)
+    with dg.DagsterInstance.ephemeral(str(tmp_path)) as instance:
+        pin(ahead, instance, "0000")
+        sample(store, ahead, "0000")
+        write_ref(store, ahead.name, "checkpoint", "0000", commit(store, "checkpoint", "c" * 64).ref)
+        pin(ahead, instance, "0001")
+        assert removable(store, 1, ANY_AGE) == []
+        for iteration in ("0000", "0001"):
+            decide(store, ahead, iteration, "refused")
+        assert [each.ref.key for each in removable(store, 1, ANY_AGE)] == ["c" * 64]
 
 
 def test_files_that_a_killed_gc_leaves_are_found_by_the_next_one(mine: World, monkeypatch: pytest.MonkeyPatch) -> None:

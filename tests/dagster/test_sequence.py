@@ -220,6 +220,19 @@ def test_a_missing_base_is_made_first(tiny: Experiment, tmp_path: Path, monkeypa
         assert desk.serve() == "0000"
 
 
+def test_with_overlap_the_sequence_waits_for_a_running_base(
+    tiny: Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRIPLANE_STORE", str(tmp_path / "store"))
+    with dg.DagsterInstance.ephemeral(str(tmp_path)) as instance:
+        desk = Desk(tiny, open_store(), instance).with_(off_policy=OffPolicyConfig(overlap=True))
+        desk.train(iterations=1)
+        request = desk.tick()
+        assert isinstance(request, dg.RunRequest) and request.job_name == base_job_name(tiny)
+        running = desk.launch(request, dg.DagsterRunStatus.STARTED)
+        assert desk.tick() == f"run {running.run_id} has not ended (started)"
+
+
 def test_only_the_first_iteration_starts_from_the_named_policy(desk: Desk) -> None:
     desk.train(iterations=2, from_policy="base")
     first = desk.tick()

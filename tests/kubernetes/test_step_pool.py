@@ -37,7 +37,8 @@ class Server:
         self.port = free_port()
         self.experiments = folder / "experiments"
         self.experiments.mkdir()
-        (self.experiments / "one.yaml").write_text("name: one")
+        (self.experiments / "one.yaml").write_text("name: one\nextends: base.yml")
+        (self.experiments / "base.yml").write_text("seed: 1")
         command = [sys.executable, "-m", "tests.kubernetes.pool_driver", str(self.port), str(self.experiments)]
         environment = {**os.environ, PASSWORD: "secret"}
         self.process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
@@ -203,8 +204,9 @@ def test_sigterm_ends_the_step_before_the_pod(own: Pod, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_changed_experiment_files_restart_the_pod(own: Pod) -> None:
-    (own.experiments / "one.yaml").write_text("name: two")
+@pytest.mark.parametrize(("file", "text"), [("one.yaml", "name: two"), ("base.yml", "seed: 2"), ("two.yaml", "name: ")])
+def test_changed_experiment_files_restart_the_pod(own: Pod, file: str, text: str) -> None:
+    (own.experiments / file).write_text(text)
     code, words = refused(own.claim)
     assert code is grpc.StatusCode.FAILED_PRECONDITION and "other experiment files" in words
     assert own.process.wait(PATIENCE_S) == 0
