@@ -22,7 +22,7 @@ from triplane_kernels.loss_head_reference import Gradients, Head, Sums, combine
 from triplane_kernels.machine import machine
 from triplane_kernels.narrow_triton import narrow
 from triplane_kernels.product_triton import product, tile
-from triplane_kernels.tuning import Config, lookup
+from triplane_kernels.tuning import Config, Results, lookup
 
 SLOPES = 2**28
 """Elements of the slopes of one chunk: 512 MiB in bfloat16, enough to keep the products busy."""
@@ -285,10 +285,9 @@ def loss_head_triton(head: Head) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     hidden, vocabulary = head.hidden, head.weight.shape[0]
     tokens, width = hidden.shape
     target_logits = hidden.new_full((tokens,), torch.nan, dtype=torch.float32)
-    sums: list[Tensor] = []
 
-    def run(config: Config) -> Tensor:
-        sums[:] = hidden.new_empty(3, triton.cdiv(vocabulary, config["BLOCK_V"]), tokens, dtype=torch.float32)
+    def run(config: Config) -> tuple[Tensor, ...]:
+        sums = hidden.new_empty(3, triton.cdiv(vocabulary, config["BLOCK_V"]), tokens, dtype=torch.float32)
         _forward_kernel[(_programs(),)](
             *_operands(head, config),
             head.targets,
@@ -303,12 +302,11 @@ def loss_head_triton(head: Head) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             **_constants(head),
             **config,
         )
-        return target_logits
+        return target_logits, *combine(*sums)
 
     if not tokens:
         return target_logits, target_logits.clone(), target_logits.clone(), target_logits.clone()
-    run(_found("loss_head", head, vocabulary, FORWARD, FORWARD_MASKED, run))
-    log_mass, mean, peak = combine(*sums)
+    _, log_mass, mean, peak = run(_found("loss_head", head, vocabulary, FORWARD, FORWARD_MASKED, run))
     return target_logits - peak - log_mass, log_mass - mean, peak, log_mass
 
 
@@ -361,7 +359,7 @@ def loss_head_backward_triton(head: Head, sums: Sums, into: Gradients) -> None:
 
 
 def _found(
-    op: str, head: Head, entries: int, plain: list[Config], masked: list[Config], run: Callable[[Config], Tensor]
+    op: str, head: Head, entries: int, plain: list[Config], masked: list[Config], run: Callable[[Config], Results]
 ) -> Config:
     """The configuration for `entries` of the vocabulary. What takes other room on the chip has a name of its own."""
     (tokens, width), dtype = head.hidden.shape, head.hidden.dtype

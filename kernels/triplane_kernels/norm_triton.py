@@ -147,17 +147,20 @@ def rms_norm_backward(
     """As `norm_reference.rms_norm_backward`."""
     rows, columns, heads = _sizes(x)
     out = torch.empty_like(x)
-    of_weight = x.new_zeros(PROGRAMS * machine().multiprocessors, 0 if weight is None else columns, dtype=torch.float32)
+    of_weight = x.new_zeros(0 if weight is None else columns, dtype=torch.float32)
 
     def run(config: Config) -> Results:
         tile = _tile(config, columns)
-        _backward_kernel[(min(triton.cdiv(rows, tile["BLOCK_M"]), len(of_weight)),)](
+        programs = min(triton.cdiv(rows, tile["BLOCK_M"]), PROGRAMS * machine().multiprocessors)
+        # of this launch alone: a search launches configurations with other numbers of programs before it
+        parts = of_weight.new_empty(programs, *of_weight.shape)
+        _backward_kernel[(programs,)](
             gradient,
             x,
             x if weight is None else weight,
             *_angles(x, cosine, sine),
             out,
-            of_weight,
+            parts,
             rows,
             heads,
             columns,
@@ -166,11 +169,12 @@ def rms_norm_backward(
             ROTATE=cosine is not None,
             **tile,
         )
-        return (out,)
+        torch.sum(parts, 0, out=of_weight)
+        return out, of_weight
 
     if out.numel():
         run(lookup("rms_norm_backward", (rows, columns), CANDIDATES, run, small=SMALL))
-    return out, of_weight.sum(0)
+    return out, of_weight
 
 
 def _sizes(x: Tensor) -> tuple[int, int, int]:
