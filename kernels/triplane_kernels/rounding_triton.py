@@ -50,12 +50,13 @@ def reciprocal(scale: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def quotient(values: tl.tensor, scale: tl.tensor) -> tl.tensor:
-    """values [M, N] / scale [1, 1] as the cast to e4m3 sees it: rounded to nearest but for quotients below 2^-30, which
-    all become zeros.
+    """values [M, N] / scale [1, 1], [M, 1] or [1, N] as the cast to e4m3 sees it: rounded to nearest but for quotients
+    below 2^-30, which all become zeros.
 
-    One reciprocal for all and two corrections by exact remainders (Markstein, IBM J. Res. Dev. 34(1), 1990); the
-    division instruction takes three times as long for each value. Zeros keep their sign. The interpreter, which does
-    not fuse multiply and add, divides.
+    The recipes divide: a product with the reciprocal rounds some values to another code. One reciprocal of each scale
+    and two corrections by exact remainders (Markstein, IBM J. Res. Dev. 34(1), 1990); the division instruction takes
+    three times as long for each value. Zeros keep their sign. The interpreter, which does not fuse multiply and add,
+    divides.
     """
     if INTERPRETED:
         found = tl.div_rn(values, tl.broadcast_to(scale, values.shape))

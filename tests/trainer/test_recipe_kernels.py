@@ -65,6 +65,8 @@ def test_a_mixture_and_its_gradients(name: str) -> None:
             kernel_mixture(rows, shares, chosen, weights, BF16),
         )
     ]
-    for plain, by_kernels in zip(*results, strict=True):
+    names = ("mixture", "rows", "shares", "gate", "up", "down")
+    for name_of, plain, by_kernels in zip(names, *results, strict=True):
         assert by_kernels.dtype == plain.dtype
-        assert distance(by_kernels, plain) < 3 * bound
+        # these two gradients autograd rounds more often than the kernels do; all else is rounded alike
+        assert distance(by_kernels, plain) < (2 * bound if name_of in ("rows", "gate") else bound / 6), name_of
