@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from triplane_kernels.narrow_triton import INTERPRETED
+from triplane_kernels.narrow_triton import INTERPRETED, narrow
 
 E4M3_MAX = tl.constexpr(448.0)
 INFINITY_BITS = tl.constexpr(0x7F800000)
@@ -19,6 +19,12 @@ def to_float32(values: tl.tensor) -> tl.tensor:
     if values.dtype == tl.bfloat16:
         values = (values.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     return values.to(tl.float32)
+
+
+@triton.jit
+def rounded(values: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+    """float32 values, rounded to `dtype` (float32, bfloat16 or float16), as float32."""
+    return to_float32(narrow(values, dtype))
 
 
 @triton.jit

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from triplane_kernels.narrow_triton import narrow
-from triplane_kernels.rounding_triton import block_scale, magnitude_bits, quotient, to_e4m3, to_float32
+from triplane_kernels.rounding_triton import block_scale, magnitude_bits, quotient, rounded, to_e4m3, to_float32
 from triplane_kernels.tuning import Config, Results, lookup
 
 BLOCK = tl.constexpr(128)
@@ -39,12 +39,6 @@ def _at(base: tl.tensor, row: tl.tensor, column: tl.tensor, width: tl.tensor, in
 
 
 @triton.jit
-def _rounded(values: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """float32 values as they are after rounding to `dtype`."""
-    return to_float32(narrow(values, dtype))
-
-
-@triton.jit
 def _gate_slope(gradient: tl.tensor, gate: tl.tensor, up: tl.tensor, sigmoid: tl.tensor) -> tl.tensor:
     return gradient * up * sigmoid * (1 + gate * (1 - sigmoid))
 
@@ -65,7 +59,7 @@ def _forward_kernel(
     inside = (row[:, None] < rows) & (column[None, :] < width)
     gate = _at(gate_up, row, column, 2 * width, inside)
     up = _at(gate_up, row, column + width, 2 * width, inside)
-    values = _rounded(gate * tl.sigmoid(gate), out.dtype.element_ty) * up
+    values = rounded(gate * tl.sigmoid(gate), out.dtype.element_ty) * up
     tl.store(out + row[:, None] * width + column[None, :], narrow(values, out.dtype.element_ty), mask=inside)
 
 
@@ -88,7 +82,7 @@ def _backward_kernel(
     sigmoid = tl.sigmoid(gate)
     at = out + row[:, None] * (2 * width) + column[None, :]
     tl.store(at, narrow(_gate_slope(slope, gate, up, sigmoid), out.dtype.element_ty), mask=inside)
-    of_up = slope * _rounded(gate * sigmoid, out.dtype.element_ty)
+    of_up = slope * rounded(gate * sigmoid, out.dtype.element_ty)
     tl.store(at + width, narrow(of_up, out.dtype.element_ty), mask=inside)
 
 
@@ -111,7 +105,7 @@ def _forward_quantized_kernel(
     gate = _at(gate_up, row, column, 2 * width, inside)
     up = _at(gate_up, row, column + width, 2 * width, inside)
     dtype = gate_up.dtype.element_ty
-    values = _rounded(_rounded(gate * tl.sigmoid(gate), dtype) * up, dtype)
+    values = rounded(rounded(gate * tl.sigmoid(gate), dtype) * up, dtype)
     code, scale = _quantize(values, POWER_OF_TWO)
     tl.store(codes + row[:, None] * width + column[None, :], code, mask=inside)
     tl.store(scales + row + block.to(tl.int64) * scale_column, scale, mask=row < rows)
@@ -146,7 +140,7 @@ def _backward_quantized_kernel(
     up = _at(gate_up, row, inner + width, 2 * width, inside)
     sigmoid = tl.sigmoid(gate)
     values = _gate_slope(slope, gate, up, sigmoid)
-    of_up = slope * _rounded(gate * sigmoid, out.dtype.element_ty)
+    of_up = slope * rounded(gate * sigmoid, out.dtype.element_ty)
     if not ALIGNED:
         values = tl.where(column[None, :] < width, values, of_up)
     at = row[:, None] * (2 * width) + column[None, :]

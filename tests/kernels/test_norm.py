@@ -128,6 +128,20 @@ def test_what_is_not_finite_stays_visible_in_its_row(way: Way, name: str) -> Non
         assert (~torch.isfinite(found)).any(1).nonzero().flatten().tolist() == [at]
 
 
+def test_bfloat16_is_rounded_where_transformers_rounds_it(way: Way) -> None:
+    """Its Qwen3MoeRMSNorm and apply_rotary_pos_emb; vLLM's norm and rotation round there, too."""
+    x = normal(40, 4, 64, spread=2).bfloat16().to(way.device)
+    weight = (1 + 0.2 * normal(64, seed=1)).bfloat16().to(way.device)
+    cosine, sine = (part.to(way.device) for part in angles(40, 64))
+    wide = x.float()
+    normed = weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)).bfloat16()
+    first, second = normed.chunk(2, dim=-1)
+    turned = normed * cosine.bfloat16() + torch.cat([-second, first], dim=-1) * sine.bfloat16()
+    # a mean that is summed in another order moves few values to the next number
+    assert float((rms_norm(x, weight, EPS) != normed).double().mean()) < 2e-3
+    assert float((rms_norm(x, weight, EPS, (cosine, sine)) != turned).double().mean()) < 2e-3
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_normalized_values_are_rounded_before_the_rotation(way: Way, dtype: torch.dtype) -> None:
     """As an engine computes it, whose norm writes its result in the activations' dtype."""
