@@ -227,7 +227,8 @@ def _slopes_kernel(
     slopes: tl.tensor,
     targets: tl.tensor,
     allowed: tl.tensor,
-    lse: tl.tensor,
+    peaks: tl.tensor,
+    log_masses: tl.tensor,
     entropy: tl.tensor,
     of_logprob: tl.tensor,
     of_entropy: tl.tensor,
@@ -257,7 +258,9 @@ def _slopes_kernel(
         )
         row = token + tl.arange(0, BLOCK_T)
         real = row < tokens
-        ceiling = tl.load(lse + row, mask=real, other=0.0)[:, None]
+        # one after the other: their sum rounds to the size of the peak
+        peak = tl.load(peaks + row, mask=real, other=0.0)[:, None]
+        log_mass = tl.load(log_masses + row, mask=real, other=0.0)[:, None]
         mean = tl.load(entropy + row, mask=real, other=0.0)[:, None]
         first = tl.load(of_logprob + row, mask=real, other=0.0)[:, None]
         second = tl.load(of_entropy + row, mask=real, other=0.0)[:, None]
@@ -268,7 +271,7 @@ def _slopes_kernel(
         for part in tl.static_range(PARTS):
             offset = local + part * (BLOCK_V // PARTS)
             column = begin + offset + tl.arange(0, BLOCK_V // PARTS)
-            logprob = pieces[part] * scale - ceiling
+            logprob = pieces[part] * scale - peak - log_mass
             slope = -tl.exp(logprob) * (first + second * (logprob + mean))
             slope += tl.where(column[None, :] == target, first, 0.0)
             kept = _kept(allowed, row, column, tokens, end, allowed_row, MASKS)
@@ -317,7 +320,6 @@ def loss_head_backward_triton(head: Head, sums: Sums, into: Gradients) -> None:
     if not tokens:
         into.of_weight.zero_()
         return
-    lse = sums.peak + sums.log_mass
     total = torch.zeros_like(hidden, dtype=torch.float32)
     chunk = max(SLOPES // tokens // CHUNK_STEP, 1) * CHUNK_STEP
     # Rows of whole 16 bytes, as the copy engine writes them.
@@ -332,7 +334,8 @@ def loss_head_backward_triton(head: Head, sums: Sums, into: Gradients) -> None:
                 *_operands(head, config, slopes),
                 head.targets,
                 _mask(head),
-                lse,
+                sums.peak,
+                sums.log_mass,
                 sums.entropy,
                 sums.of_logprob,
                 sums.of_entropy,
