@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -48,11 +48,14 @@ def policy_loss(algorithm: Algorithm, corrections: Corrections, tokens: Tokens) 
     Without correction weights above `importance_cap` and with `dual_clip` set, no token's gradient with respect to its
     log probability exceeds importance_cap * max(1 + clip_high, dual_clip) * |A|, before the division.
     """
+    corrected = correct(corrections, tokens)
+    weight, keep = corrected.weight, corrected.keep
+    if keep is not None:
+        # a sequence's ratio contains its dropped tokens, as constants
+        tokens = replace(tokens, logprobs=tokens.logprobs.where(keep, tokens.logprobs.detach()))
     difference = algorithm.log_ratio(tokens)
     ratio = bounded(difference).exp()
     objective = algorithm.objective(tokens, ratio)
-    corrected = correct(corrections, tokens)
-    weight, keep = corrected.weight, corrected.keep
     values = -objective.values if weight is None else -(weight * objective.values)
     if isinstance(algorithm, Grpo) and algorithm.kl_coefficient:
         values = values + algorithm.kl_coefficient * k3(bounded(tokens.old - tokens.logprobs))

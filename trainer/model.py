@@ -217,7 +217,8 @@ def _rotary(lengths: list[int], config: Mapping[str, Any], device: torch.device)
 def _norm(recipe: Recipe, hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
     if hidden.is_cuda:
         return rms_norm(hidden, weight, eps)
-    return recipe.narrow(F.rms_norm(recipe.wide(hidden), hidden.shape[-1:], recipe.wide(weight), eps))
+    normal = recipe.rounded(F.rms_norm(recipe.wide(hidden), hidden.shape[-1:], None, eps))
+    return recipe.narrow(normal * recipe.wide(weight))
 
 
 def _rotate(recipe: Recipe, states: Tensor, weight: Tensor | None, eps: float, rotary: Rotary) -> Tensor:
@@ -226,9 +227,9 @@ def _rotate(recipe: Recipe, states: Tensor, weight: Tensor | None, eps: float, r
         return rms_norm(states, weight, eps, rotary)
     if weight is not None:
         states = _norm(recipe, states, weight, eps)
-    wide, (cosine, sine) = recipe.wide(states), rotary
+    wide, (cosine, sine) = recipe.wide(states), (recipe.rounded(part) for part in rotary)
     first, second = wide.chunk(2, dim=-1)
-    return recipe.narrow(wide * cosine + torch.cat([-second, first], dim=-1) * sine)
+    return recipe.narrow(recipe.rounded(wide * cosine) + recipe.rounded(torch.cat([-second, first], dim=-1) * sine))
 
 
 def _attention(

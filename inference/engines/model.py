@@ -116,7 +116,7 @@ def forward(
     routes: output list for each layer's chosen experts, [T padded, experts_per_token]; stays empty in a dense model.
     """
     shape, numerics = weights.architecture, weights.numerics
-    cos, sin = rotary.tables(batch)
+    cos, sin = (numerics.rounded(table) for table in rotary.tables(batch))
     x = weights.embedding[batch.tokens]
     for index, layer in enumerate(weights.layers):
         normed = _norm(numerics, x, layer.input_norm, shape)
@@ -135,7 +135,8 @@ def logits_of(weights: Weights, hidden: Tensor) -> Tensor:
 
 
 def _norm(numerics: Numerics, x: Tensor, weight: Tensor, shape: Architecture) -> Tensor:
-    return numerics.round(F.rms_norm(numerics.wide(x), (shape.hidden,), numerics.wide(weight), shape.epsilon))
+    normal = numerics.rounded(F.rms_norm(numerics.wide(x), (shape.hidden,), None, shape.epsilon))
+    return numerics.round(normal * numerics.wide(weight))
 
 
 def _attention(
@@ -154,8 +155,9 @@ def _attention(
     mixed = numerics.linear(x, layer.qkv).view(-1, heads + 2 * kv_heads, dim)
     qk = numerics.wide(mixed[:, : heads + kv_heads])
     if layer.qk_norm is not None:
-        qk = numerics.wide(numerics.round(F.rms_norm(qk, (dim,), None, shape.epsilon) * layer.qk_norm))
-    qk = numerics.round(qk * cos + qk.roll(dim // 2, -1) * sin)
+        normal = numerics.rounded(F.rms_norm(qk, (dim,), None, shape.epsilon))
+        qk = numerics.wide(numerics.round(normal * layer.qk_norm))
+    qk = numerics.round(numerics.rounded(qk * cos) + numerics.rounded(qk.roll(dim // 2, -1) * sin))
     keys, values = cache.keys[index], cache.values[index]
     keys[batch.slots, :, batch.positions[:count]] = qk[:count, heads:]
     values[batch.slots, :, batch.positions[:count], :dim] = mixed[:count, heads + kv_heads :]

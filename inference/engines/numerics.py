@@ -28,6 +28,10 @@ class Numerics:
         """`values`, rounded to the dtype of activations, as float32."""
         return in_dtype(values, self.forward.activations)
 
+    def rounded(self, values: Tensor) -> Tensor:
+        """`values` as bfloat16 activations hold them, in the dtype of sums; float32 activations leave them alone."""
+        return self.wide(self.round(values)) if self.forward.activations == "bfloat16" else values
+
     def wide(self, values: Tensor) -> Tensor:
         """`values` in the dtype of sums."""
         return values.double() if self.forward.rounds else values

@@ -22,7 +22,7 @@ from triplane_kernels.loss_head_reference import Gradients, Head, Sums, combine
 from triplane_kernels.machine import machine
 from triplane_kernels.narrow_triton import narrow
 from triplane_kernels.product_triton import product, tile
-from triplane_kernels.tuning import Config, lookup
+from triplane_kernels.tuning import Config, Results, lookup
 
 SLOPES = 2**28
 """Elements of the slopes of one chunk: 512 MiB in bfloat16, enough to keep the products busy."""
@@ -227,7 +227,8 @@ def _slopes_kernel(
     slopes: tl.tensor,
     targets: tl.tensor,
     allowed: tl.tensor,
-    lse: tl.tensor,
+    peaks: tl.tensor,
+    log_masses: tl.tensor,
     entropy: tl.tensor,
     of_logprob: tl.tensor,
     of_entropy: tl.tensor,
@@ -257,7 +258,9 @@ def _slopes_kernel(
         )
         row = token + tl.arange(0, BLOCK_T)
         real = row < tokens
-        ceiling = tl.load(lse + row, mask=real, other=0.0)[:, None]
+        # one after the other: their sum rounds to the size of the peak
+        peak = tl.load(peaks + row, mask=real, other=0.0)[:, None]
+        log_mass = tl.load(log_masses + row, mask=real, other=0.0)[:, None]
         mean = tl.load(entropy + row, mask=real, other=0.0)[:, None]
         first = tl.load(of_logprob + row, mask=real, other=0.0)[:, None]
         second = tl.load(of_entropy + row, mask=real, other=0.0)[:, None]
@@ -268,7 +271,7 @@ def _slopes_kernel(
         for part in tl.static_range(PARTS):
             offset = local + part * (BLOCK_V // PARTS)
             column = begin + offset + tl.arange(0, BLOCK_V // PARTS)
-            logprob = pieces[part] * scale - ceiling
+            logprob = pieces[part] * scale - peak - log_mass
             slope = -tl.exp(logprob) * (first + second * (logprob + mean))
             slope += tl.where(column[None, :] == target, first, 0.0)
             kept = _kept(allowed, row, column, tokens, end, allowed_row, MASKS)
@@ -285,10 +288,9 @@ def loss_head_triton(head: Head) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     hidden, vocabulary = head.hidden, head.weight.shape[0]
     tokens, width = hidden.shape
     target_logits = hidden.new_full((tokens,), torch.nan, dtype=torch.float32)
-    sums: list[Tensor] = []
 
-    def run(config: Config) -> Tensor:
-        sums[:] = hidden.new_empty(3, triton.cdiv(vocabulary, config["BLOCK_V"]), tokens, dtype=torch.float32)
+    def run(config: Config) -> tuple[Tensor, ...]:
+        sums = hidden.new_empty(3, triton.cdiv(vocabulary, config["BLOCK_V"]), tokens, dtype=torch.float32)
         _forward_kernel[(_programs(),)](
             *_operands(head, config),
             head.targets,
@@ -303,12 +305,11 @@ def loss_head_triton(head: Head) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             **_constants(head),
             **config,
         )
-        return target_logits
+        return target_logits, *combine(*sums)
 
     if not tokens:
         return target_logits, target_logits.clone(), target_logits.clone(), target_logits.clone()
-    run(_found("loss_head", head, vocabulary, FORWARD, FORWARD_MASKED, run))
-    log_mass, mean, peak = combine(*sums)
+    _, log_mass, mean, peak = run(_found("loss_head", head, vocabulary, FORWARD, FORWARD_MASKED, run))
     return target_logits - peak - log_mass, log_mass - mean, peak, log_mass
 
 
@@ -319,7 +320,6 @@ def loss_head_backward_triton(head: Head, sums: Sums, into: Gradients) -> None:
     if not tokens:
         into.of_weight.zero_()
         return
-    lse = sums.peak + sums.log_mass
     total = torch.zeros_like(hidden, dtype=torch.float32)
     chunk = max(SLOPES // tokens // CHUNK_STEP, 1) * CHUNK_STEP
     # Rows of whole 16 bytes, as the copy engine writes them.
@@ -334,7 +334,8 @@ def loss_head_backward_triton(head: Head, sums: Sums, into: Gradients) -> None:
                 *_operands(head, config, slopes),
                 head.targets,
                 _mask(head),
-                lse,
+                sums.peak,
+                sums.log_mass,
                 sums.entropy,
                 sums.of_logprob,
                 sums.of_entropy,
@@ -361,7 +362,7 @@ def loss_head_backward_triton(head: Head, sums: Sums, into: Gradients) -> None:
 
 
 def _found(
-    op: str, head: Head, entries: int, plain: list[Config], masked: list[Config], run: Callable[[Config], Tensor]
+    op: str, head: Head, entries: int, plain: list[Config], masked: list[Config], run: Callable[[Config], Results]
 ) -> Config:
     """The configuration for `entries` of the vocabulary. What takes other room on the chip has a name of its own."""
     (tokens, width), dtype = head.hidden.shape, head.hidden.dtype

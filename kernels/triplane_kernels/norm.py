@@ -30,8 +30,9 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float = 0.0, rotary: Rotary 
 
     x: [T, D] or [T, N, D] float32 or bfloat16 (float64 on the reference). weight: [D] of any float dtype; None: no
     norm, the rotation alone. rotary: needs [T, N, D] with an even D. Returns x's shape and dtype. Computed in float32
-    (float64 for float64); the normalized values are rounded to x's dtype before the rotation, as engines do, which
-    gradients pass straight through. Differentiable in x and weight. Raises KernelInputError for shapes that don't fit.
+    (float64 for float64), and rounded to x's dtype where `transformers` does: x over its root mean square, its product
+    with the weight, cosine, sine, and their products. Gradients pass straight through the roundings. Differentiable in
+    x and weight. Raises KernelInputError for shapes that don't fit.
     """
     columns = x.shape[-1] if x.dim() in (2, 3) else 0
     if not columns or not x.is_floating_point() or (weight is not None and weight.shape != (columns,)):
@@ -44,7 +45,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float = 0.0, rotary: Rotary 
             f" {' and '.join(str(list(part.shape)) for part in rotary)}"
         )
     cosine, sine = rotary or (None, None)
-    return _rms_norm(x.contiguous(), weight, cosine, sine, eps)
+    return _rms_norm(x.contiguous(), None if weight is None else weight.contiguous(), cosine, sine, eps)
 
 
 def _way(op: str, *tensors: Tensor | None) -> ModuleType:

@@ -10,27 +10,34 @@ def rms_norm(x: Tensor, weight: Tensor | None, cosine: Tensor | None, sine: Tens
     """x [..., D] normalized, if there is a weight [D], and rotated, if there are angles."""
     values = _wide(x)
     if weight is not None:
-        values = values * _inverse(values, eps) * weight.to(values.dtype)
+        values = _rounded(values * _inverse(values, eps), x) * weight.to(values.dtype)
     if cosine is not None and sine is not None:
-        values = _wide(values.to(x.dtype))
-        values = values * cosine + _turned(values) * sine
+        values = _rounded(values, x)
+        values = _rounded(values * _rounded(cosine, x), x) + _rounded(_turned(values) * _rounded(sine, x), x)
     return values.to(x.dtype)
 
 
 def rms_norm_backward(
     gradient: Tensor, x: Tensor, weight: Tensor | None, cosine: Tensor | None, sine: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of x, and of weight in float32 or wider, summed over all rows; [0] without a weight."""
+    """Gradients of x, and of weight in float32 or wider, summed over all rows; [0] without a weight. They pass straight
+    through the roundings.
+    """
     values, slope = _wide(x), _wide(gradient)
     if cosine is not None and sine is not None:
-        slope = slope * cosine - _turned(slope * sine)
+        slope = slope * _rounded(cosine, x) - _turned(slope * _rounded(sine, x))
     if weight is None:
         return slope.to(x.dtype), values.new_empty(0)
     inverse = _inverse(values, eps)
     normal = values * inverse
-    of_weight = (slope * normal).flatten(0, -2).sum(0)
+    of_weight = (slope * _rounded(normal, x)).flatten(0, -2).sum(0)
     slope = slope * weight.to(values.dtype)
     return (inverse * (slope - normal * (slope * normal).mean(-1, keepdim=True))).to(x.dtype), of_weight
+
+
+def _rounded(values: Tensor, x: Tensor) -> Tensor:
+    """`values`, rounded to x's dtype, in the dtype in which x is computed."""
+    return _wide(values.to(x.dtype))
 
 
 def _wide(values: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from triplane_kernels.machine import machine
 from triplane_kernels.narrow_triton import narrow
-from triplane_kernels.rounding_triton import to_float32
+from triplane_kernels.rounding_triton import rounded, to_float32
 from triplane_kernels.tuning import Config, Results, lookup
 
 SMALL: Config = {"VALUES": 1024, "num_warps": 4, "num_stages": 1}
@@ -48,22 +48,23 @@ def _forward_kernel(
     inside = (row[:, None] < rows) & (column[None, :] < columns)
     at = row[:, None] * columns + column[None, :]
     values = to_float32(tl.load(x + at, mask=inside, other=0.0))
+    dtype = x.dtype.element_ty
     if NORM:
         inverse = _inverse(values, columns, eps)
-        values = values * inverse * to_float32(tl.load(weight + column, mask=column < columns, other=0.0))[None, :]
+        scale = to_float32(tl.load(weight + column, mask=column < columns, other=0.0))
+        values = rounded(values * inverse, dtype) * scale[None, :]
     if ROTATE:
         half = columns // 2
         partner = tl.where(column < half, column + half, column - half)
         other = to_float32(tl.load(x + row[:, None] * columns + partner[None, :], mask=inside, other=0.0))
         if NORM:
             of_partner = to_float32(tl.load(weight + partner, mask=column < columns, other=0.0))
-            other = other * inverse * of_partner[None, :]
-            values = to_float32(narrow(values, x.dtype.element_ty))
-            other = to_float32(narrow(other, x.dtype.element_ty))
+            other = rounded(rounded(other * inverse, dtype) * of_partner[None, :], dtype)
+            values = rounded(values, dtype)
         angle = (row // heads)[:, None] * columns + column[None, :]
         turned = tl.where(column[None, :] < half, -other, other)
-        values = values * tl.load(cosine + angle, mask=inside, other=0.0)
-        values += turned * tl.load(sine + angle, mask=inside, other=0.0)
+        values = rounded(values * rounded(tl.load(cosine + angle, mask=inside, other=0.0), dtype), dtype)
+        values += rounded(turned * rounded(tl.load(sine + angle, mask=inside, other=0.0), dtype), dtype)
     tl.store(out + at, narrow(values, out.dtype.element_ty), mask=inside)
 
 
@@ -90,6 +91,7 @@ def _backward_kernel(
     half = columns // 2
     partner = tl.where(column < half, column + half, column - half)
     total = tl.zeros((BLOCK_N,), tl.float32)
+    dtype = x.dtype.element_ty
     for first in range(tl.program_id(0) * BLOCK_M, rows, tl.num_programs(0) * BLOCK_M):
         row = (first + tl.arange(0, BLOCK_M)).to(tl.int64)
         inside = (row[:, None] < rows) & (column[None, :] < columns)
@@ -98,15 +100,15 @@ def _backward_kernel(
         if ROTATE:
             token = (row // heads)[:, None] * columns
             other = to_float32(tl.load(gradient + row[:, None] * columns + partner[None, :], mask=inside, other=0.0))
-            other *= tl.load(sine + token + partner[None, :], mask=inside, other=0.0)
-            slope = slope * tl.load(cosine + token + column[None, :], mask=inside, other=0.0)
+            other *= rounded(tl.load(sine + token + partner[None, :], mask=inside, other=0.0), dtype)
+            slope = slope * rounded(tl.load(cosine + token + column[None, :], mask=inside, other=0.0), dtype)
             slope += tl.where(column[None, :] < half, other, -other)
         if NORM:
             values = to_float32(tl.load(x + at, mask=inside, other=0.0))
             inverse = _inverse(values, columns, eps)
             # rows past the end are zeros, whose inverse is infinite without eps
             values = tl.where(inside, values * inverse, 0.0)
-            total += tl.sum(slope * values, axis=0)
+            total += tl.sum(slope * rounded(values, dtype), axis=0)
             slope *= to_float32(tl.load(weight + column, mask=column < columns, other=0.0))[None, :]
             slope = inverse * (slope - values * (tl.sum(slope * values, axis=1) / columns)[:, None])
         tl.store(out + at, narrow(slope, out.dtype.element_ty), mask=inside)
@@ -147,17 +149,20 @@ def rms_norm_backward(
     """As `norm_reference.rms_norm_backward`."""
     rows, columns, heads = _sizes(x)
     out = torch.empty_like(x)
-    of_weight = x.new_zeros(PROGRAMS * machine().multiprocessors, 0 if weight is None else columns, dtype=torch.float32)
+    of_weight = x.new_zeros(0 if weight is None else columns, dtype=torch.float32)
 
     def run(config: Config) -> Results:
         tile = _tile(config, columns)
-        _backward_kernel[(min(triton.cdiv(rows, tile["BLOCK_M"]), len(of_weight)),)](
+        programs = min(triton.cdiv(rows, tile["BLOCK_M"]), PROGRAMS * machine().multiprocessors)
+        # of this launch alone: a search launches configurations with other numbers of programs before it
+        parts = of_weight.new_empty(programs, *of_weight.shape)
+        _backward_kernel[(programs,)](
             gradient,
             x,
             x if weight is None else weight,
             *_angles(x, cosine, sine),
             out,
-            of_weight,
+            parts,
             rows,
             heads,
             columns,
@@ -166,11 +171,12 @@ def rms_norm_backward(
             ROTATE=cosine is not None,
             **tile,
         )
-        return (out,)
+        torch.sum(parts, 0, out=of_weight)
+        return out, of_weight
 
     if out.numel():
         run(lookup("rms_norm_backward", (rows, columns), CANDIDATES, run, small=SMALL))
-    return out, of_weight.sum(0)
+    return out, of_weight
 
 
 def _sizes(x: Tensor) -> tuple[int, int, int]:

@@ -20,13 +20,13 @@ E8M0_ONE = 127
 
 
 def quantize_activations(x: Tensor, power_of_two: bool, seed: int | None) -> tuple[Tensor, Tensor]:
-    """Codes [M, K] and scales [M, ceil(K/128)] of x [M, K]: code = round(x * (1 / scale)).
+    """Codes [M, K] and scales [M, ceil(K/128)] of x [M, K]: code = round(x / scale).
 
     Scales are stored column by column.
     """
     blocks = _row_blocks(_computed(x), BLOCK)
     scales = block_scales(blocks.abs().amax(dim=2), power_of_two=power_of_two)
-    scaled = (blocks * scales.reciprocal()[:, :, None]).flatten(1)[:, : x.shape[1]]
+    scaled = (blocks / scales[:, :, None]).flatten(1)[:, : x.shape[1]]
     return to_e4m3(scaled, _random(x, seed)).contiguous(), scales.t().contiguous().t()
 
 
@@ -37,7 +37,7 @@ def quantize_both(x: Tensor, power_of_two: bool, seed: int | None) -> tuple[Tens
     codes, scales = quantize_activations(x, power_of_two, seed)
     blocks = _row_blocks(_computed(x).t(), BLOCK)
     scales_t = block_scales(blocks.abs().amax(dim=2), power_of_two=power_of_two)
-    scaled = (blocks * scales_t.reciprocal()[:, :, None]).flatten(1)[:, : x.shape[0]]
+    scaled = (blocks / scales_t[:, :, None]).flatten(1)[:, : x.shape[0]]
     random = _random(x, seed)
     codes_t = to_e4m3(scaled, None if random is None else random.t())
     return codes, scales, codes_t.contiguous(), scales_t.t().contiguous().t()

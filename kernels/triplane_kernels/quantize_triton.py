@@ -17,7 +17,6 @@ from triplane_kernels.rounding_triton import (
     block_scale,
     magnitude_bits,
     quotient,
-    reciprocal,
     to_e4m3,
     to_float32,
     uniforms,
@@ -228,7 +227,7 @@ def _rows_kernel(
     )
     scale = block_scale(tl.max(magnitude_bits(values), axis=1), POWER_OF_TWO)
     random = uniforms(seed, row, block * BLOCK, columns, BLOCK_M, BLOCK) if STOCHASTIC else 0.0
-    code = to_e4m3(values * reciprocal(scale)[:, None], random, STOCHASTIC)
+    code = to_e4m3(quotient(values, scale[:, None]), random, STOCHASTIC)
     tl.store(codes + row[:, None] * columns + column[None, :], code, mask=inside)
     tl.store(scales + row + block.to(tl.int64) * scale_column, scale, mask=row < rows)
 
@@ -259,11 +258,11 @@ def _both_kernel(
     bits = magnitude_bits(values)
     random = uniforms(seed, row, column_block * BLOCK, columns, BLOCK, BLOCK) if STOCHASTIC else 0.0
     scale = block_scale(tl.max(bits, axis=1), POWER_OF_TWO)
-    code = to_e4m3(values * reciprocal(scale)[:, None], random, STOCHASTIC)
+    code = to_e4m3(quotient(values, scale[:, None]), random, STOCHASTIC)
     tl.store(codes + row[:, None] * columns + column[None, :], code, mask=inside)
     tl.store(scales + row + column_block.to(tl.int64) * scale_column, scale, mask=row < rows)
     scale_t = block_scale(tl.max(bits, axis=0), POWER_OF_TWO)
-    code_t = to_e4m3(values * reciprocal(scale_t)[None, :], random, STOCHASTIC)
+    code_t = to_e4m3(quotient(values, scale_t[None, :]), random, STOCHASTIC)
     tl.store(
         codes_t + column[:, None] * rows + row[None, :],
         tl.trans(code_t),
@@ -296,7 +295,6 @@ def _weights_kernel(
     values = to_float32(tl.load(w + at, mask=inside, other=0.0))
     amax = tl.max(tl.max(magnitude_bits(values), axis=1), axis=0)
     scale = block_scale(tl.full((1, 1), 0, tl.int32) + amax, POWER_OF_TWO)
-    # the trainer's recipe divides: a product with the reciprocal would round some codes otherwise
     code = to_e4m3(quotient(values, scale), 0.0, False)
     start = matrix * rows * columns
     tl.store(codes + start + row[:, None].to(tl.int64) * columns + column[None, :], code, mask=inside)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from triplane_kernels.narrow_triton import INTERPRETED
+from triplane_kernels.narrow_triton import INTERPRETED, narrow
 
 E4M3_MAX = tl.constexpr(448.0)
 INFINITY_BITS = tl.constexpr(0x7F800000)
@@ -19,6 +19,12 @@ def to_float32(values: tl.tensor) -> tl.tensor:
     if values.dtype == tl.bfloat16:
         values = (values.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     return values.to(tl.float32)
+
+
+@triton.jit
+def rounded(values: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+    """float32 values, rounded to `dtype` (float32, bfloat16 or float16), as float32."""
+    return to_float32(narrow(values, dtype))
 
 
 @triton.jit
@@ -50,12 +56,13 @@ def reciprocal(scale: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def quotient(values: tl.tensor, scale: tl.tensor) -> tl.tensor:
-    """values [M, N] / scale [1, 1] as the cast to e4m3 sees it: rounded to nearest but for quotients below 2^-30, which
-    all become zeros.
+    """values [M, N] / scale [1, 1], [M, 1] or [1, N] as the cast to e4m3 sees it: rounded to nearest but for quotients
+    below 2^-30, which all become zeros.
 
-    One reciprocal for all and two corrections by exact remainders (Markstein, IBM J. Res. Dev. 34(1), 1990); the
-    division instruction takes three times as long for each value. Zeros keep their sign. The interpreter, which does
-    not fuse multiply and add, divides.
+    The recipes divide: a product with the reciprocal rounds some values to another code. One reciprocal of each scale
+    and two corrections by exact remainders (Markstein, IBM J. Res. Dev. 34(1), 1990); the division instruction takes
+    three times as long for each value. Zeros keep their sign. The interpreter, which does not fuse multiply and add,
+    divides.
     """
     if INTERPRETED:
         found = tl.div_rn(values, tl.broadcast_to(scale, values.shape))

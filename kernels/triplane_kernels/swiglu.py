@@ -21,7 +21,8 @@ SHAPES = [(rows, width) for rows in (4096, 32768, 131072) for width in (768, 204
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up, computed in float32 (float64 for float64).
+    """silu(gate) * up, computed in float32 (float64 for float64); silu(gate) is rounded to gate_up's dtype before the
+    product, as engines do.
 
     gate_up: [P, 2F] float32, bfloat16 or float16: gate in the first F columns, up in the last. Returns [P, F] of the
     same dtype; differentiable.
@@ -32,7 +33,8 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 
 def swiglu_backward(gradient: Tensor, gate_up: Tensor) -> Tensor:
-    """The gradient of gate_up [P, 2F], of its dtype, from the gradient [P, F] of `swiglu`'s result.
+    """The gradient of gate_up [P, 2F], of its dtype, from the gradient [P, F] of `swiglu`'s result; it passes straight
+    through the roundings.
 
     Raises KernelInputError.
     """
@@ -41,7 +43,7 @@ def swiglu_backward(gradient: Tensor, gate_up: Tensor) -> Tensor:
 
 
 def swiglu_quantized(gate_up: Tensor, *, power_of_two: bool = False) -> tuple[Tensor, Tensor]:
-    """`quantize_activations` of silu(gate) * up, from its float32 values without rounding to gate_up's dtype.
+    """`quantize_activations` of `swiglu`, in one pass.
 
     gate_up: see `swiglu`. Returns codes [P, F] float8_e4m3fn and scales [P, ceil(F/128)] float32 (stride 1 along P).
     Codes have no gradient; `swiglu_backward` is the straight-through gradient. Raises KernelInputError.

@@ -10,7 +10,8 @@ from triplane_kernels import quantize_reference
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up [P, F] of gate_up [P, 2F]."""
-    return _swiglu(gate_up).to(gate_up.dtype)
+    gate, up = gate_up.chunk(2, dim=1)
+    return _silu(gate) * up
 
 
 def swiglu_backward(gradient: Tensor, gate_up: Tensor) -> Tensor:
@@ -19,8 +20,8 @@ def swiglu_backward(gradient: Tensor, gate_up: Tensor) -> Tensor:
 
 
 def swiglu_quantized(gate_up: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor]:
-    """Codes [P, F] and scales [P, ceil(F/128)] of the output before any rounding to gate_up's dtype."""
-    return quantize_reference.quantize_activations(_swiglu(gate_up), power_of_two, None)
+    """Codes [P, F] and scales [P, ceil(F/128)] of the output."""
+    return quantize_reference.quantize_activations(swiglu(gate_up), power_of_two, None)
 
 
 def swiglu_backward_quantized(gradient: Tensor, gate_up: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -29,20 +30,21 @@ def swiglu_backward_quantized(gradient: Tensor, gate_up: Tensor, power_of_two: b
     return slopes.to(gate_up.dtype), *quantize_reference.quantize_activations(slopes, power_of_two, None)
 
 
-def _swiglu(gate_up: Tensor) -> Tensor:
-    gate, up = _halves(gate_up)
-    return gate * gate.sigmoid() * up
+def _silu(gate: Tensor) -> Tensor:
+    """silu(gate), computed in float32 or wider and rounded to gate's dtype."""
+    wide = _wide(gate)
+    return (wide * wide.sigmoid()).to(gate.dtype)
 
 
 def _swiglu_backward(gradient: Tensor, gate_up: Tensor) -> Tensor:
-    gate, up = _halves(gate_up)
+    """In float32 or wider; straight through the roundings."""
+    narrow_gate, _ = gate_up.chunk(2, dim=1)
+    gate, up = _wide(gate_up).chunk(2, dim=1)
     gradient = gradient.to(gate.dtype)
     sigmoid = gate.sigmoid()
     of_gate = gradient * up * sigmoid * (1 + gate * (1 - sigmoid))
-    return torch.cat([of_gate, gradient * gate * sigmoid], dim=1)
+    return torch.cat([of_gate, gradient * _silu(narrow_gate)], dim=1)
 
 
-def _halves(gate_up: Tensor) -> tuple[Tensor, Tensor]:
-    """Gate and up in float32 or wider."""
-    gate, up = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32)).chunk(2, dim=1)
-    return gate, up
+def _wide(values: Tensor) -> Tensor:
+    return values.to(torch.promote_types(values.dtype, torch.float32))

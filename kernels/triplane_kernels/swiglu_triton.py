@@ -1,6 +1,4 @@
-"""SwiGLU in Triton, alone and fused with quantization: each input is read once, what is quantized is never rounded
-before.
-"""
+"""SwiGLU in Triton, alone and fused with quantization: each input is read once."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from triplane_kernels.narrow_triton import narrow
-from triplane_kernels.rounding_triton import block_scale, magnitude_bits, reciprocal, to_e4m3, to_float32
+from triplane_kernels.rounding_triton import block_scale, magnitude_bits, quotient, rounded, to_e4m3, to_float32
 from triplane_kernels.tuning import Config, Results, lookup
 
 BLOCK = tl.constexpr(128)
@@ -49,7 +47,7 @@ def _gate_slope(gradient: tl.tensor, gate: tl.tensor, up: tl.tensor, sigmoid: tl
 def _quantize(values: tl.tensor, POWER_OF_TWO: tl.constexpr) -> tl.tensor:
     """Codes and row scales of a tile one block wide, as `quantize_activations` computes them."""
     scale = block_scale(tl.max(magnitude_bits(values), axis=1), POWER_OF_TWO)
-    return to_e4m3(values * reciprocal(scale)[:, None], 0.0, False), scale
+    return to_e4m3(quotient(values, scale[:, None]), 0.0, False), scale
 
 
 @triton.jit
@@ -61,7 +59,7 @@ def _forward_kernel(
     inside = (row[:, None] < rows) & (column[None, :] < width)
     gate = _at(gate_up, row, column, 2 * width, inside)
     up = _at(gate_up, row, column + width, 2 * width, inside)
-    values = gate * tl.sigmoid(gate) * up
+    values = rounded(gate * tl.sigmoid(gate), out.dtype.element_ty) * up
     tl.store(out + row[:, None] * width + column[None, :], narrow(values, out.dtype.element_ty), mask=inside)
 
 
@@ -84,7 +82,8 @@ def _backward_kernel(
     sigmoid = tl.sigmoid(gate)
     at = out + row[:, None] * (2 * width) + column[None, :]
     tl.store(at, narrow(_gate_slope(slope, gate, up, sigmoid), out.dtype.element_ty), mask=inside)
-    tl.store(at + width, narrow(slope * gate * sigmoid, out.dtype.element_ty), mask=inside)
+    of_up = slope * rounded(gate * sigmoid, out.dtype.element_ty)
+    tl.store(at + width, narrow(of_up, out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -105,7 +104,9 @@ def _forward_quantized_kernel(
     inside = (row[:, None] < rows) & (column[None, :] < width)
     gate = _at(gate_up, row, column, 2 * width, inside)
     up = _at(gate_up, row, column + width, 2 * width, inside)
-    code, scale = _quantize(gate * tl.sigmoid(gate) * up, POWER_OF_TWO)
+    dtype = gate_up.dtype.element_ty
+    values = rounded(rounded(gate * tl.sigmoid(gate), dtype) * up, dtype)
+    code, scale = _quantize(values, POWER_OF_TWO)
     tl.store(codes + row[:, None] * width + column[None, :], code, mask=inside)
     tl.store(scales + row + block.to(tl.int64) * scale_column, scale, mask=row < rows)
 
@@ -139,7 +140,7 @@ def _backward_quantized_kernel(
     up = _at(gate_up, row, inner + width, 2 * width, inside)
     sigmoid = tl.sigmoid(gate)
     values = _gate_slope(slope, gate, up, sigmoid)
-    of_up = slope * gate * sigmoid
+    of_up = slope * rounded(gate * sigmoid, out.dtype.element_ty)
     if not ALIGNED:
         values = tl.where(column[None, :] < width, values, of_up)
     at = row[:, None] * (2 * width) + column[None, :]

@@ -116,6 +116,21 @@ def test_tiles_that_fill_and_tiles_that_do_not(way: Way, dtype: torch.dtype, mas
     compared(way, given_inputs, dtype, 0.8, masks(mask, tokens, vocabulary, given_inputs[2]))
 
 
+def test_gradients_keep_their_precision_beside_a_large_common_logit(way: Way) -> None:
+    """Logits are 65,536 plus small multiples of 1/64, all exact in float32."""
+    hidden, weight, targets = inputs(20, 150, 16)
+    hidden, weight = (2 * hidden).round().clamp(-4, 4), (64 * weight).round().clamp(-128, 128) / 64
+    hidden[:, 0] = weight[:, 0] = 256
+    hidden, weight = (part.to(way.device).requires_grad_() for part in (hidden, weight))
+    exact = [part.detach().double().requires_grad_() for part in (hidden, weight)]
+    targets = targets.to(way.device)
+    loss_head(hidden, weight, targets)[0].sum().backward()
+    defined(exact[0], exact[1], targets, 1.0, None)[0].sum().backward()
+    for found, wanted in zip((hidden, weight), exact, strict=True):
+        # slopes that cancel, times 256, remain
+        assert relative_error(found.grad, wanted.grad) < 1e-4
+
+
 @pytest.mark.parametrize("kind", ["heavy_tailed", "outlier_a_block", "zeros", "steep", "equal"])
 def test_adversarial_logits(way: Way, kind: str) -> None:
     tokens, vocabulary, width = way.pick((40, 200, 48), (500, 9000, 512))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -10,6 +12,7 @@ from kernel_inputs import EXACT, FINITE, NOT_FINITE, Way, normal, relative_error
 from torch import Tensor
 from triplane_kernels.errors import KernelInputError
 from triplane_kernels.norm import Rotary, rms_norm
+from triplane_kernels.tuning import Config
 
 # NumPy computes what the interpreter runs, and says where it overflows.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
@@ -125,6 +128,20 @@ def test_what_is_not_finite_stays_visible_in_its_row(way: Way, name: str) -> Non
         assert (~torch.isfinite(found)).any(1).nonzero().flatten().tolist() == [at]
 
 
+def test_bfloat16_is_rounded_where_transformers_rounds_it(way: Way) -> None:
+    """Its Qwen3MoeRMSNorm and apply_rotary_pos_emb; vLLM's norm and rotation round there, too."""
+    x = normal(40, 4, 64, spread=2).bfloat16().to(way.device)
+    weight = (1 + 0.2 * normal(64, seed=1)).bfloat16().to(way.device)
+    cosine, sine = (part.to(way.device) for part in angles(40, 64))
+    wide = x.float()
+    normed = weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)).bfloat16()
+    first, second = normed.chunk(2, dim=-1)
+    turned = normed * cosine.bfloat16() + torch.cat([-second, first], dim=-1) * sine.bfloat16()
+    # a mean that is summed in another order moves few values to the next number
+    assert float((rms_norm(x, weight, EPS) != normed).double().mean()) < 2e-3
+    assert float((rms_norm(x, weight, EPS, (cosine, sine)) != turned).double().mean()) < 2e-3
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_normalized_values_are_rounded_before_the_rotation(way: Way, dtype: torch.dtype) -> None:
     """As an engine computes it, whose norm writes its result in the activations' dtype."""
@@ -132,6 +149,43 @@ def test_normalized_values_are_rounded_before_the_rotation(way: Way, dtype: torc
     cosine, sine = (part.to(way.device) for part in angles(40, 64))
     apart = rms_norm(rms_norm(x, weight, EPS), None, rotary=(cosine, sine))
     assert torch.equal(rms_norm(x, weight, EPS, (cosine, sine)), apart)
+
+
+def test_a_search_leaves_no_trace_in_the_gradient_of_the_weight(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search launches every configuration before the chosen one, and compares what each launch returns."""
+    if way.name == "reference":
+        pytest.skip("searches nothing")
+    from triplane_kernels import norm_triton
+
+    def lookup(
+        op: str,
+        shape: tuple[int, ...],
+        known: list[Config],
+        run: Callable[[Config], Sequence[Tensor]],
+        *,
+        small: Config,
+    ) -> Config:
+        candidates = [small | {"VALUES": values} for values in (128, 256, 512)]
+        returned = [run(candidate)[1].clone() for candidate in candidates]
+        assert all(relative_error(one, returned[0]) < EXACT for one in returned)
+        return candidates[-1]
+
+    monkeypatch.setattr(norm_triton, "lookup", lookup)
+    x, gradient = (normal(8, 64, seed=seed).to(way.device) for seed in (0, 1))
+    weight = (1 + normal(64, seed=2)).to(way.device)
+    found = norm_triton.rms_norm_backward(gradient, x, weight, None, None, EPS)
+    for ours, wanted in zip(found, slopes(gradient, x, weight, None), strict=True):
+        assert relative_error(ours, wanted) < EXACT
+
+
+def test_a_strided_weight(way: Way) -> None:
+    x, gradient = (normal(8, 64, seed=seed).to(way.device).requires_grad_() for seed in (0, 1))
+    weight = normal(128, seed=2).to(way.device)[::2].requires_grad_()
+    out = rms_norm(x, weight, EPS)
+    assert relative_error(out, defined(x, weight, None)) < EXACT
+    found = torch.autograd.grad(out, (x, weight), gradient)
+    for ours, wanted in zip(found, slopes(gradient, x, weight, None), strict=True):
+        assert relative_error(ours, wanted) < EXACT
 
 
 def test_gradcheck() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kernel_inputs import FINITE, NOT_FINITE, normal, relative_error
 from torch import Tensor
 from triplane_kernels import quantize_reference
-from triplane_kernels.blockwise import BLOCK, quantize_blockwise
+from triplane_kernels.blockwise import BLOCK, fake_quantize_rows, quantize_blockwise
 from triplane_kernels.errors import KernelInputError
 from triplane_kernels.quantize import (
     dequantize_activations,
@@ -60,6 +60,18 @@ def test_every_kernel_gives_the_references_very_bits(way: Way, name: str, power_
         assert all_same(quantize_mx(value, stochastic_seed=seed), quantize_reference.quantize_mx(value, seed))
         wanted = quantize_reference.quantize_weights(value[None], power_of_two, True)
         assert all_same(quantize_weights_both(value[None], power_of_two=power_of_two), wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_activations_are_divided_by_their_scales_as_the_recipes_do(way: Way, dtype: torch.dtype) -> None:
+    """bfloat16 values lie on the middle of two codes, where a product with the reciprocal rounds otherwise."""
+    x = normal(512, 256).to(way.device, dtype)
+    codes, scales, codes_t, scales_t = quantize_both(x)
+    for value, found, scale in ((x, codes, scales), (x.t(), codes_t, scales_t)):
+        spread = scale.repeat_interleave(BLOCK, 1)
+        assert same(found, (value.float() / spread).to(torch.float8_e4m3fn))
+    assert same(codes, quantize_activations(x)[0])
+    assert same(dequantize_activations(codes, scales), fake_quantize_rows(x.float()))
 
 
 @SETTINGS

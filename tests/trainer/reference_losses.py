@@ -20,7 +20,9 @@ Rows = Sequence[dict[str, np.ndarray]]
 def evaluate(
     kind: str, rows: Rows, settings: dict[str, Any], corrections: dict[str, Any]
 ) -> tuple[float, list[np.ndarray]]:
-    """Loss and gradients. settings: as the experiment writes them, with every value of the algorithm."""
+    """Loss and gradients; a dropped token has none. settings: as the experiment writes them, with every value of the
+    algorithm.
+    """
     total, gradients, losses = divisor(rows, settings), [], []
     for row in rows:
         values, slopes = OBJECTIVES[kind](row, settings)
@@ -29,7 +31,8 @@ def evaluate(
             values, slopes = with_kl(row, values, slopes, weights, settings["kl_coefficient"])
         share = 1.0 / len(row["new"]) if settings["aggregation"] == "sequence" else 1.0
         losses += [-weight * value * share / total for weight, value in zip(weights, values, strict=True)]
-        gradients.append(-(weights @ slopes) * share / total)
+        slope = -(weights @ slopes) * share / total
+        gradients.append(np.where(weights > 0, slope, 0.0))
     return fsum(losses), gradients
 
 

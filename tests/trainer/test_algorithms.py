@@ -150,6 +150,21 @@ def test_a_batch_that_a_correction_drops_whole_gives_zero_and_counts_every_token
     assert int(loss.masked) == 8 and {name: int(count) for name, count in loss.masked_by.items()} == {mask: 8}
 
 
+@pytest.mark.parametrize("mask", ["ratio_mask", "probability_gap"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_dropped_token_of_a_sequence_has_no_gradient_and_the_others_keep_theirs(kind: str, mask: str) -> None:
+    """The dropped token's ratio remains a factor of its sequence's, whose term four of five tokens carry."""
+    rows = batch(4, (5,), spread=1e-5, drift=0.0)
+    rows[0]["sampler"][2], rows[0]["advantage"][:] = -1e-3, -1.0
+    algorithm = ALGORITHM.validate_python({"kind": kind})
+    kept = np.arange(5) != 2
+    loss, gradient = ours(algorithm, Corrections(importance_cap=None, **{mask: {}}), rows)
+    _, plain = ours(algorithm, Corrections(importance_cap=None), rows)
+    assert int(loss.masked) == 1 and float(gradient[2]) == 0.0 and bool(gradient[kept].all())
+    share = 4 / 5 if kind in ("gspo", "rloo") else 1.0
+    np.testing.assert_allclose(gradient[kept].numpy(), share * plain[kept].numpy(), rtol=1e-9)
+
+
 def test_corrections_that_are_off_change_nothing() -> None:
     rows = batch(2, (4, 5))
     for row in rows:
@@ -215,6 +230,10 @@ def test_the_value_loss_and_its_gradient_are_those_of_the_reference(clip: float 
     [
         ({"kind": "gspo", "aggregation": "token"}, "gspo has one term for each sequence"),
         ({"kind": "rloo", "aggregation": "constant"}, "rloo has one term for each sequence"),
+        (
+            {"kind": "grpo", "aggregation_length": 100},
+            "aggregation_length=100: only aggregation constant divides by it",
+        ),
         ({"kind": "cispo", "dual_clip": 3.0}, "cispo bounds the ratio of both signs"),
         ({"kind": "ppo", "advantage": "group_mean"}, "'gae'"),
         ({"kind": "vpg"}, "expected tags: 'grpo'"),

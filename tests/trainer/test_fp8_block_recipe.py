@@ -27,8 +27,10 @@ from trainer.recipes.base import Experts
 from trainer.recipes.fp8_block import Fp8BlockRecipe
 
 VOCABULARY = 96
-K3_BOUND = 1e-4
-"""k3 of fp8-block in the trainer and w8a8-1x128 in the built-in engine, whose sums differ. Measured: 1e-6."""
+K3_BOUND = 1e-5
+"""k3 of fp8-block in the trainer and w8a8-1x128 in the built-in engine. Both round the same values at the same places,
+but sum in float32 and in float64. Measured: 3e-14, with bfloat16 activations 7e-8; 2e-6 with other tokens.
+"""
 MODEL = ModelConfig(layers=2, experts=4, max_positions=64)
 
 
@@ -57,8 +59,9 @@ def sqnr(found: Tensor, exact: Tensor) -> float:
     return float((10 * torch.log10(exact.square().sum() / noise)).detach())
 
 
-def test_built_in_engine_serves_it_as_w8a8_within_the_stated_bound(tmp_path: Path) -> None:
-    parameters, tokens = parameters_of({"kind": "fp8-block"}), drawn_tokens()
+@pytest.mark.parametrize("activations", ["float32", "bfloat16"])
+def test_built_in_engine_serves_it_as_w8a8_within_the_stated_bound(activations: str, tmp_path: Path) -> None:
+    parameters, tokens = parameters_of({"kind": "fp8-block", "activations": activations}), drawn_tokens()
     save_file({k: v.contiguous() for k, v in checkpoint_tensors(parameters).items()}, tmp_path / WEIGHTS)
     (tmp_path / "config.json").write_text(json.dumps(parameters.config))
     with torch.no_grad():

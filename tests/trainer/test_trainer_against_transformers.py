@@ -15,13 +15,15 @@ from trainer_world import TINY, World
 from contracts.artifacts import open_artifact
 from contracts.chat import ChatTokenizer
 from contracts.checkpoints import WEIGHTS, check_checkpoint
+from contracts.precision import Forward
 from contracts.store import open_store
 from trainer.data import ScoredSequence, make_batch
 from trainer.export import checkpoint_tensors
 from trainer.import_hf import import_checkpoint
-from trainer.model import score
+from trainer.model import _norm, _rotary, _rotate, score
 from trainer.model_config import ModelConfig
 from trainer.parameters import Parameters, draw_masters
+from trainer.recipes.bf16 import Bf16Recipe
 from trainer.run import run_job
 
 transformers = pytest.importorskip("transformers")
@@ -83,6 +85,25 @@ def test_forward_and_gradients_equal_transformers(change: dict[str, Any], tmp_pa
         torch.testing.assert_close(parameters.leaves[name].grad, reference[name], atol=1e-5, rtol=1e-4)
     down = parameters.leaves["model.layers.0.mlp.experts.down_proj.weight"].grad
     torch.testing.assert_close(down, reference["model.layers.0.mlp.experts.down_proj"], atol=1e-5, rtol=1e-4)
+
+
+def test_bfloat16_norms_and_rotated_heads_equal_transformers() -> None:
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm, apply_rotary_pos_emb
+
+    recipe = Bf16Recipe(Forward("bf16", activations="bfloat16"))
+    config = TINY.hf_config(90)
+    draw = torch.Generator().manual_seed(3)
+    heads = (2 * torch.randn(50, 4, config["head_dim"], generator=draw)).bfloat16()
+    norm = Qwen3MoeRMSNorm(config["head_dim"], 1e-6).bfloat16()
+    weight = (1 + 0.2 * torch.randn(config["head_dim"], generator=draw)).bfloat16()
+    norm.weight.data.copy_(weight)
+    rotary = _rotary([50], config, torch.device("cpu"))
+    cosine, sine = (part[None, :, 0].bfloat16() for part in rotary)
+    normed = norm(heads)
+    turned = apply_rotary_pos_emb(*[normed.transpose(0, 1)[None]] * 2, cosine, sine)[0][0].transpose(0, 1)
+    # sums in float64 move few values to the next number
+    assert float((_norm(recipe, heads, weight.float(), 1e-6) != normed).double().mean()) < 2e-3
+    assert float((_rotate(recipe, heads, weight.float(), 1e-6, rotary) != turned).double().mean()) < 2e-3
 
 
 def hf_logprobs(model: Any, sequence: ScoredSequence) -> Tensor:

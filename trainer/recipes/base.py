@@ -47,6 +47,10 @@ class Recipe:
         """`values` in the dtype in which sums are computed; the same tensor if it has that dtype."""
         return values.double() if self.forward.rounds and not values.is_cuda else values.float()
 
+    def rounded(self, values: Tensor) -> Tensor:
+        """`values` as bfloat16 activations hold them, in the dtype of `wide`; float32 activations leave them alone."""
+        return self.wide(self.narrow(values)) if self.activations == torch.bfloat16 else values
+
     def operand(self, rows: Tensor) -> Tensor:
         """Rows [tokens, columns] as a quantized projection reads them. rows: of the activations' dtype."""
         return self.wide(rows)
