@@ -166,6 +166,15 @@ def test_each_of_several_envd_servers_is_tried(monkeypatch: pytest.MonkeyPatch, 
     assert found.state == "broken" and "no-such-name.invalid" in found.found, found
 
 
+def test_a_backend_is_tried_on_the_server_that_runs_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    with LocalEnvd("namespaces,plain") as server:
+        monkeypatch.setenv("TRIPLANE_ENVD", server.address)
+        looks = {check.name: check.look for check in isolation.checks()}
+        assert looks["isolation"]().found.startswith("namespaces: ran a command, isolates")
+        found = looks["gVisor"]()
+        assert found.state == "missing" and "this server has namespaces, plain" in found.found, found
+
+
 def test_a_program_that_hangs_or_fails_is_broken_and_holds_nothing_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
