@@ -319,7 +319,10 @@ def test_an_engine_gets_gpus_and_reads_weights_of_its_sidecar() -> None:
     (engine,), (side, weights) = spec["containers"], spec["initContainers"]
     assert engine["command"] == ["vllm", "serve", "/weights/first"] and weights["restartPolicy"] == "Always"
     assert (ROOT / side["command"][2]).is_dir()
-    assert engine["resources"]["limits"]["nvidia.com/gpu"] == engine["resources"]["requests"]["nvidia.com/gpu"] == "2"
+    assert engine["resources"] == {
+        "requests": {"nvidia.com/gpu": "2", "cpu": "8", "memory": "64Gi"},
+        "limits": {"nvidia.com/gpu": "2", "memory": "128Gi"},
+    }
     assert "nvidia.com/gpu" not in weights["resources"]["requests"]
     mounts = {each["mountPath"]: each for each in engine["volumeMounts"]}
     assert mounts["/weights"]["readOnly"] and "/weights" in weights["command"]
