@@ -45,6 +45,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"trainer": {"launcher": "slurm"}}, "/trainer/launcher"),
     ({"trainer": {"image": {"tag": "2"}}}, "trainer.image: give repository"),
     ({"envd": {"backend": "plain"}}, "/envd/backend"),
+    ({"envd": {"enabled": False}}, "envd.address"),
     ({"envd": {"privileged": "yes"}}, "/envd/privileged"),
     ({"envd": {"nodeSelector": {"pool": True}}}, "/envd/nodeSelector/pool"),
     ({"samplers": [{"replicas": 1}]}, "/samplers/0"),
