@@ -212,13 +212,24 @@ def test_pods_without_rights_get_no_token(pods: dict[str, Object]) -> None:
 
 
 def test_the_pods_backend_of_envd_gets_rights_of_its_own() -> None:
-    found = render({"envd": {"backend": "namespaces,pods"}})
+    backend, image = {"backend": "namespaces,pods"}, {"TRIPLANE_ENVD_PODS_IMAGE": "registry.example.com/sandbox:1"}
+    found = render({"envd": backend, "extraEnv": image})
     (role,) = [each for each in found if each["kind"] == "Role" and each["metadata"]["name"] == "triplane-envd"]
     assert {resource for rule in role["rules"] for resource in rule["resources"]} == {
         "pods",
         "pods/exec",
         "networkpolicies",
     }
+    assert not [each for each in found if each["kind"].startswith("Cluster")]
+    gvisor = {**image, "TRIPLANE_ENVD_PODS_RUNTIME_CLASS": "gvisor"}
+    whole = [each for each in render({"envd": backend, "extraEnv": gvisor}) if each["kind"].startswith("Cluster")]
+    (read,), binding = whole[0]["rules"], whole[1]
+    assert (read["resources"], read["resourceNames"], read["verbs"]) == (["runtimeclasses"], ["gvisor"], ["get"])
+    assert binding["roleRef"]["name"] == whole[0]["metadata"]["name"] == "triplane-triplane-envd"
+    assert [each["name"] for each in binding["subjects"]] == ["triplane-envd"]
+    for each in whole:
+        assert "namespace" not in each["metadata"]
+        kubernetes_validate.validate(each, "1.33", strict=True)
 
 
 def test_the_instance_is_that_of_production_with_another_launcher() -> None:

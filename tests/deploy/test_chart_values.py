@@ -45,6 +45,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"trainer": {"launcher": "slurm"}}, "/trainer/launcher"),
     ({"trainer": {"image": {"tag": "2"}}}, "trainer.image: give repository"),
     ({"envd": {"backend": "plain"}}, "/envd/backend"),
+    ({"envd": {"backend": "namespaces,qemu"}}, "/envd/backend"),
+    ({"envd": {"backend": "pods"}}, "extraEnv.TRIPLANE_ENVD_PODS_IMAGE"),
     ({"envd": {"enabled": False}}, "envd.address"),
     ({"envd": {"privileged": "yes"}}, "/envd/privileged"),
     ({"envd": {"nodeSelector": {"pool": True}}}, "/envd/nodeSelector/pool"),

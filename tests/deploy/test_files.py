@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,15 @@ def test_there_is_an_image_for_each_role_of_compose_and_chart() -> None:
     values = yaml.safe_load((ROOT / "deploy" / "helm" / "triplane" / "values.yaml").read_text())
     named = {values["image"]["repository"], values["envd"]["image"]["repository"]}
     assert named == {"triplane-stack", "triplane-envd"} == {f"triplane-{stage}" for stage in [*stages[-1:], "envd"]}
+
+
+def test_the_image_of_envd_has_what_the_backends_of_the_chart_need() -> None:
+    schema = json.loads((ROOT / "deploy" / "helm" / "triplane" / "values.schema.json").read_text())
+    assert "(namespaces|gvisor|pods)" in schema["properties"]["envd"]["properties"]["backend"]["pattern"]
+    assert "--from=runsc /usr/local/bin/runsc /usr/local/bin/runsc" in instructions("COPY")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = (ROOT / "deploy" / "envd-requirements.txt").read_text().splitlines()
+    assert set(project["optional-dependencies"]["pods"]) <= set(wanted)
 
 
 def test_the_image_of_the_stack_has_what_a_cluster_needs() -> None:
