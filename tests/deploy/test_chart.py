@@ -129,6 +129,7 @@ def test_envd_accepts_its_command() -> None:
     assert program[:3] == ["python", "-m", "envd"]
     given = _parser().parse_args(program[3:])
     assert given.listen == "0.0.0.0:7400" and given.insecure and str(given.key_file) == "/var/run/triplane-envd/key"
+    assert given.metrics == "0.0.0.0:9464"
 
 
 def test_what_is_written_lies_on_volumes(pods: dict[str, Object]) -> None:
@@ -371,6 +372,25 @@ def test_every_pod_denies_connections_that_no_policy_allows(pods: dict[str, Obje
             for port in rule.get("ports", [])
         }
         assert open_ports == wanted, name
+
+
+def test_metrics_of_envd_are_read_by_the_scraper_that_the_values_name() -> None:
+    def readers(values: Object) -> list[Object]:
+        policies = {
+            each["metadata"]["name"]: each["spec"] for each in render(values) if each["kind"] == "NetworkPolicy"
+        }
+        rules = policies["triplane-envd"]["ingress"]
+        return [peer for rule in rules if {"port": 9464} in rule["ports"] for peer in rule["from"]]
+
+    monitoring = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}]
+    assert readers({}) == []
+    assert readers({"envd": {"metrics": True}}) == [{"podSelector": {}}]
+    assert readers({"envd": {"metrics": True}, "networkPolicies": {"metricsFrom": monitoring}}) == monitoring
+    assert not [
+        each
+        for each in dict(templates(render()))["triplane-envd"]["spec"]["containers"][0]["command"]
+        if each.startswith("--metrics")
+    ]
 
 
 def test_policies_can_be_left_out() -> None:
