@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -17,6 +18,7 @@ from moto.server import ThreadedMotoServer
 
 from benchmarks.faulty_s3 import Fault, faulty_s3
 from envd.local import LocalEnvd
+from resources.experiment import load_experiment
 from triplane_dagster.doctor import accelerators, isolation, machine, services
 from triplane_dagster.doctor.findings import Check, ask, make, ok
 from triplane_dagster.doctor.trials.torch_devices import fp8_of
@@ -24,6 +26,7 @@ from triplane_dagster.doctor.trials.torch_devices import fp8_of
 pytestmark = pytest.mark.slow
 
 Row = dict[str, Any]
+ROOT = Path(__file__).parents[2]
 
 
 def doctor(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -143,6 +146,14 @@ def test_a_bucket_that_does_not_exist_is_broken(s3: str, monkeypatch: pytest.Mon
     monkeypatch.setenv("TRIPLANE_STORE", "s3://absent/x")
     found = services.store()
     assert found.state == "broken" and "bucket absent does not exist" in found.found and "create it" in found.fix
+
+
+def test_settings_that_doctor_names_are_accepted() -> None:
+    texts = [check.needed_for for check in [*isolation.checks(), *accelerators.checks(thorough=False)]]
+    named = [match.groups() for text in texts for match in re.finditer(r"`([a-z_.]+): ([a-z0-9-]+)`", text)]
+    assert len(named) >= 5
+    for name, value in named:
+        load_experiment(ROOT / "experiments" / "quickstart.yaml", [f"{name}={value}"])
 
 
 def test_an_envd_that_does_not_answer_is_broken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

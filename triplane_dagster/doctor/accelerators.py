@@ -26,7 +26,7 @@ def checks(thorough: bool) -> list[Check]:
         Check("vLLM", "serving large policies; `make test-vllm`", lambda: vllm(thorough), timeout_s=limit),
         Check(
             "DeepSpeed",
-            "training on many GPUs: `trainer.backend: deepspeed`",
+            "training on many GPUs: `trainer.launcher.backend: deepspeed`",
             package("deepspeed", "`pip install -e '.[deepspeed]'`", thorough),
             timeout_s=limit,
         ),
