@@ -148,6 +148,15 @@ def test_a_bucket_that_does_not_exist_is_broken(s3: str, monkeypatch: pytest.Mon
     assert found.state == "broken" and "bucket absent does not exist" in found.found and "create it" in found.fix
 
 
+def test_a_machine_without_a_c_compiler_for_triton_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CC", "false")
+    assert accelerators.compiler().state == "broken"
+    monkeypatch.delenv("CC")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = accelerators.compiler()
+    assert found.state == "missing" and "gcc" in found.fix and "`trainer`" in found.fix, found
+
+
 def test_settings_that_doctor_names_are_accepted() -> None:
     texts = [check.needed_for for check in [*isolation.checks(), *accelerators.checks(thorough=False)]]
     named = [match.groups() for text in texts for match in re.finditer(r"`([a-z_.]+): ([a-z0-9-]+)`", text)]

@@ -18,10 +18,12 @@ import yaml
 from dockerfile_parse import DockerfileParser
 from packaging.requirements import Requirement
 
+from resources.experiment import load_experiment
 from tests.deploy.compose import COMPOSE, DOCKERFILE, ROOT, VARIABLE, services
 
 OURS = [name for name, service in services({}).items() if "build" in service.definition]
 DOCUMENT = ROOT / "docs" / "deploy.md"
+PAGE = ROOT / "docs" / "kubernetes.md"
 
 
 def valid(schema: str, path: Path) -> subprocess.CompletedProcess[str]:
@@ -109,9 +111,21 @@ def test_nothing_is_reachable_from_other_machines() -> None:
     assert services({})["envd"].definition["network_mode"] == "none"
 
 
-def instructions(kind: str) -> list[str]:
-    parser = DockerfileParser(fileobj=DOCKERFILE.open("rb"))
-    return [step["value"] for step in parser.structure if step["instruction"] == kind]
+def instructions(kind: str, target: str = "") -> list[str]:
+    """Values of the instructions of a kind. target: only of that stage."""
+    stage, found = "", []
+    for step in DockerfileParser(fileobj=DOCKERFILE.open("rb")).structure:
+        if step["instruction"] == "FROM":
+            stage = step["value"].rpartition(" AS ")[2]
+        if step["instruction"] == kind and target in ("", stage):
+            found.append(step["value"])
+    return found
+
+
+def extras_of(target: str) -> set[str]:
+    """Extras of the project that a stage installs."""
+    (command,) = [value for value in instructions("RUN", target) if "deploy/dependencies.py" in value]
+    return set(command.split("deploy/dependencies.py ")[1].split(" >")[0].split())
 
 
 def test_images_are_pinned_and_end_as_an_ordinary_user() -> None:
@@ -143,9 +157,20 @@ def test_the_image_of_envd_has_what_the_backends_of_the_chart_need() -> None:
 
 
 def test_the_image_of_the_stack_has_what_a_cluster_needs() -> None:
-    (command,) = [value for value in instructions("RUN") if "deploy/dependencies.py" in value]
-    extras = command.split("deploy/dependencies.py ")[1].split(" >")[0].split()
-    assert {"aws", "k8s", "pods", "postgres"} <= set(extras)
+    assert "packages AS stack" in instructions("FROM")
+    assert {"aws", "k8s", "pods", "postgres"} <= extras_of("packages")
+
+
+def test_the_image_of_trainers_has_what_triton_and_the_shipped_experiments_need() -> None:
+    assert "packages AS trainer" in instructions("FROM") and "--target trainer" in PAGE.read_text()
+    packages = {word for value in instructions("RUN", "trainer") if "apt-get" in value for word in value.split()}
+    assert {"gcc", "g++", "libc6-dev"} <= packages
+    needed = set()
+    for path in sorted((ROOT / "experiments").glob("*.yaml")):
+        trainer = load_experiment(path).trainer
+        needed |= {"deepspeed"} if trainer.launcher.backend == "deepspeed" else set()
+        needed |= {"te"} if trainer.precision.kind.startswith("te-") else set()
+    assert {"deepspeed", "te"} == needed <= extras_of("trainer")
 
 
 def test_every_installation_is_constrained() -> None:
