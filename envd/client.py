@@ -99,10 +99,12 @@ class SandboxClient:
     The first call waits for a server that still starts. Once one has answered, a server that has gone is an error at
     once, and a later call finds one that came back at the same address. access: TLS and the key, where the server asks
     for them; None: the key of $TRIPLANE_ENVD_KEY_FILE, else of this user's own server on that port (`Access.found`).
+    backend: of sandboxes and verifications that name none; empty: the server's choice.
     """
 
-    def __init__(self, address: str | None = None, access: Access | None = None) -> None:
+    def __init__(self, address: str | None = None, access: Access | None = None, backend: str = "") -> None:
         self.address = default_address() if address is None else address
+        self.backend = backend
         self.caller = Caller(self.address, Access.found(self.address) if access is None else access)
         self._ending: set[asyncio.Future[None]] = set()
         self._sending: dict[str, asyncio.Future[Any]] = {}
@@ -202,13 +204,14 @@ class SandboxClient:
     ) -> Sandbox:
         """Start a sandbox with its own copy of the template's workspace; it answers calls when this returns.
 
-        limits: None for the server's defaults. backend: empty for the server's choice. rules: YAML, within the
+        limits: None for the server's defaults. backend: empty for this client's. rules: YAML, within the
         server's own. runtime: digest of packages, or a root file system, in place of the server's own, see
         `put_runtime`. toolset: the tools that calls may name (`envd.tools.TOOLSETS`); empty: the default ones.
         record_requests: keep what it asks of its proxy for `Sandbox.requests`; it has no tunnels then.
         idempotency_key: a retry with the same one gets the same sandbox. Cancelled without one, it ends what the server
         still makes. timeout_s: pods that pull their image take minutes.
         """
+        backend = backend or self.backend
         request = create_request(template, limits, env, labels, backend, rules, runtime, toolset, record_requests)
         if idempotency_key is not None:  # a retry may want it
             return self._made(await self.ask("sandboxes.Create", request, timeout_s, idempotency_key))
@@ -264,7 +267,7 @@ class SandboxClient:
             timeout_s=timeout_s,
             artifacts=artifacts,
             product=product,
-            backend=backend,
+            backend=backend or self.backend,
             policy_yaml=rules,
             runtime=runtime,
             plugins=plugins,

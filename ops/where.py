@@ -26,9 +26,9 @@ def deployment(experiment: Experiment) -> str:
 
 
 def sandboxes(experiment: Experiment) -> str:
-    """The envd server."""
+    """The envd server and the backend of its sandboxes."""
     found = experiment.sandboxes
-    return f"envd at {found.address}" if found.address else f"envd started here ({found.backend})"
+    return f"envd at {found.server} ({found.backend})" if found.server else f"envd started here ({found.backend})"
 
 
 def launcher(experiment: Experiment) -> str:

@@ -6,6 +6,7 @@ enter no key.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
@@ -108,12 +109,19 @@ class LimitsConfig(Section):
         return Limits(**self.model_dump())
 
 
+ENVD_VARIABLE = "TRIPLANE_ENVD"
+"""Address of a running envd server, e.g. of a deployment, for experiments that name none: `unix:/path`, `host:port`,
+`dns:NAME:PORT` for every address behind a name, or several of them with commas between.
+"""
+
+
 class SandboxesConfig(Section):
     """Where episodes and verifications run."""
 
     backend: Literal["auto", BackendName] = "auto"
-    """Backend of the sandbox server that the run starts, for agents and verdicts. auto: namespaces, else gvisor. plain
-    isolates nothing; auto never chooses it.
+    """Backend of the sandboxes of agents and verdicts. A running server refuses them if it lacks that backend. auto:
+    the running server chooses; a server that the run starts uses namespaces, else gvisor, never plain, which isolates
+    nothing.
     """
     address: str | None = None
     """`unix:/path` or `host:port` of a running envd server, whose key is in $TRIPLANE_ENVD_KEY_FILE. Several with
@@ -122,6 +130,11 @@ class SandboxesConfig(Section):
     """
     limits: LimitsConfig = LimitsConfig()
     """Resource limits of one episode's sandbox."""
+
+    @property
+    def server(self) -> str | None:
+        """Address of the running server. None: the run starts one."""
+        return self.address or os.environ.get(ENVD_VARIABLE)
 
 
 LauncherKind = Literal["auto", "local", "kubernetes"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from typing import Any
@@ -14,11 +13,6 @@ from envd.client import SandboxClient
 from envd.fleet import open_client
 from envd.local import TRUSTED, LocalEnvd
 from resources.experiment import SandboxesConfig
-
-ADDRESS_VARIABLE = "TRIPLANE_ENVD"
-"""Address of a running envd server, e.g. of a deployment, for experiments that name none: `unix:/path`, `host:port`,
-`dns:NAME:PORT` for every address behind a name, or several of them with commas between.
-"""
 
 
 class SandboxesResource(dg.ConfigurableResource[Any]):
@@ -42,9 +36,8 @@ class SandboxesResource(dg.ConfigurableResource[Any]):
 
         Starts one unless the configuration or $TRIPLANE_ENVD names one.
         """
-        named = config.address or os.environ.get(ADDRESS_VARIABLE)
-        if named:
-            return named
+        if config.server:
+            return config.server
         known = self._servers.get(config.backend)
         if known is not None and known[0].alive:
             return known[0].address
@@ -57,8 +50,9 @@ class SandboxesResource(dg.ConfigurableResource[Any]):
 
     @asynccontextmanager
     async def client(self, config: SandboxesConfig) -> AsyncIterator[SandboxClient]:
-        """A connected client, of one server or of a list."""
-        async with open_client(self.address(config)) as client:
+        """A connected client, of one server or of a list. Its sandboxes and verdicts run on the configured backend."""
+        backend = "" if config.backend == "auto" else config.backend
+        async with open_client(self.address(config), backend) as client:
             yield client
 
     def close(self) -> None:

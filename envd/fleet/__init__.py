@@ -16,6 +16,9 @@ from envd.fleet.client import FleetClient
 __all__ = ["FleetClient", "open_client"]
 
 
-def open_client(address: str) -> SandboxClient:
-    """A client of one server, or of a list of servers. Use it as `async with open_client(address) as client`."""
-    return FleetClient(address) if is_list(address) else SandboxClient(address)
+def open_client(address: str, backend: str = "") -> SandboxClient:
+    """A client of one server, or of a list of servers. Use it as `async with open_client(address) as client`.
+
+    backend: see SandboxClient.
+    """
+    return FleetClient(address, backend) if is_list(address) else SandboxClient(address, backend=backend)

@@ -46,9 +46,11 @@ class FleetClient(SandboxClient):
     an episode must not matter.
     """
 
-    def __init__(self, address: str) -> None:
-        """address: as `envd.addresses` describes. Raises EnvdError for an entry that is not an address."""
-        super().__init__(address, Access())
+    def __init__(self, address: str, backend: str = "") -> None:
+        """address: as `envd.addresses` describes. backend: see SandboxClient. Raises EnvdError for an entry that is not
+        an address.
+        """
+        super().__init__(address, Access(), backend)
         self._entries = entries_of(address)
         self._members: dict[str, Member] = {}
         self._files: dict[str, tuple[Mapping[str, bytes], Mapping[str, bytes] | None]] = {}
@@ -275,7 +277,7 @@ class FleetClient(SandboxClient):
             addresses, self._faults = await servers_of(self._entries)
             self._refreshed = time.monotonic()
             for address in sorted(addresses - self._members.keys()):
-                member = Member(address, self._move_away)
+                member = Member(address, self._move_away, self.backend)
                 self._members[address] = await member.__aenter__()
             for address, member in list(self._members.items()):
                 # a failing name service takes no server away

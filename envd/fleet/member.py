@@ -38,9 +38,9 @@ _log = logging.getLogger(__name__)
 class Member(OperationsClient):
     """A client of one server that raises ServerLost where the connection broke or the server does not answer at all."""
 
-    def __init__(self, address: str, on_drain: Callable[[Member], None]) -> None:
-        """on_drain: called each time the server turns out to drain."""
-        super().__init__(address, Access.found(address, KEEPALIVE))
+    def __init__(self, address: str, on_drain: Callable[[Member], None], backend: str = "") -> None:
+        """on_drain: called each time the server turns out to drain. backend: see SandboxClient."""
+        super().__init__(address, Access.found(address, KEEPALIVE), backend)
         self._on_drain = on_drain
         self.listed = True
         """Whether the list still names it."""

@@ -85,7 +85,7 @@ class OperationsClient(SandboxClient):
 
         One that could not be started is its error in the list.
         """
-        request = create_request(template, limits, env, labels, backend, rules)
+        request = create_request(template, limits, env, labels, backend or self.backend, rules)
         batch = pb.CreateBatchRequest(requests=[request] * count)
         reply = await self.ask("operations.CreateBatch", batch, MOVE_S, idempotency_key)
         return [

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from contracts.errors import ConfigError
 from contracts.yaml_text import load_yaml
@@ -106,6 +106,13 @@ class Fleet(BaseModel):
 
     gpus: tuple[Gpus, ...] = Field(min_length=1)
     services: Mapping[str, Service] = Field(min_length=1)
+
+    @field_validator("services", mode="before")
+    @classmethod
+    def _have_names(cls, value: Any) -> Any:
+        if isinstance(value, list):
+            raise ValueError("must map names to services, not list them: `policy: {model: ..., context: ...}`")
+        return value
 
     @classmethod
     def read(cls, path: Path) -> Fleet:

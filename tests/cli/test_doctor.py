@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -17,6 +18,7 @@ from moto.server import ThreadedMotoServer
 
 from benchmarks.faulty_s3 import Fault, faulty_s3
 from envd.local import LocalEnvd
+from resources.experiment import load_experiment
 from triplane_dagster.doctor import accelerators, isolation, machine, services
 from triplane_dagster.doctor.findings import Check, ask, make, ok
 from triplane_dagster.doctor.trials.torch_devices import fp8_of
@@ -24,6 +26,7 @@ from triplane_dagster.doctor.trials.torch_devices import fp8_of
 pytestmark = pytest.mark.slow
 
 Row = dict[str, Any]
+ROOT = Path(__file__).parents[2]
 
 
 def doctor(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -145,6 +148,23 @@ def test_a_bucket_that_does_not_exist_is_broken(s3: str, monkeypatch: pytest.Mon
     assert found.state == "broken" and "bucket absent does not exist" in found.found and "create it" in found.fix
 
 
+def test_a_machine_without_a_c_compiler_for_triton_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CC", "false")
+    assert accelerators.compiler().state == "broken"
+    monkeypatch.delenv("CC")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = accelerators.compiler()
+    assert found.state == "missing" and "gcc" in found.fix and "`trainer`" in found.fix, found
+
+
+def test_settings_that_doctor_names_are_accepted() -> None:
+    texts = [check.needed_for for check in [*isolation.checks(), *accelerators.checks(thorough=False)]]
+    named = [match.groups() for text in texts for match in re.finditer(r"`([a-z_.]+): ([a-z0-9-]+)`", text)]
+    assert len(named) >= 5
+    for name, value in named:
+        load_experiment(ROOT / "experiments" / "quickstart.yaml", [f"{name}={value}"])
+
+
 def test_an_envd_that_does_not_answer_is_broken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     address = f"unix:{tmp_path}/none.sock"
     monkeypatch.setenv("TRIPLANE_ENVD", address)
@@ -164,6 +184,15 @@ def test_each_of_several_envd_servers_is_tried(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setenv("TRIPLANE_ENVD", "dns:no-such-name.invalid:7400")
     found = isolation.sandboxes()
     assert found.state == "broken" and "no-such-name.invalid" in found.found, found
+
+
+def test_a_backend_is_tried_on_the_server_that_runs_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    with LocalEnvd("namespaces,plain") as server:
+        monkeypatch.setenv("TRIPLANE_ENVD", server.address)
+        looks = {check.name: check.look for check in isolation.checks()}
+        assert looks["isolation"]().found.startswith("namespaces: ran a command, isolates")
+        found = looks["gVisor"]()
+        assert found.state == "missing" and "this server has namespaces, plain" in found.found, found
 
 
 def test_a_program_that_hangs_or_fails_is_broken_and_holds_nothing_up(

@@ -61,6 +61,15 @@ def test_a_broken_file_is_refused_by_name_and_hides_no_other(here: Run, tmp_path
     assert "(broken.yaml can't be used)" in here("experiments", "show", "-e", "absent").stderr
 
 
+def test_a_dry_run_names_the_running_server_and_the_backend_asked_of_it(
+    here: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRIPLANE_ENVD", "envd.test:7400")
+    asked = ("iterate", "-e", "small", "--dry-run", "--set", "sandboxes.backend=gvisor", "--json")
+    steps = json.loads(here("--store", str(tmp_path / "fresh"), *asked).stdout)
+    assert "envd at envd.test:7400 (gvisor)" in {step["where"] for step in steps}
+
+
 def test_a_dry_run_lists_every_step_and_makes_nothing(here: Run, tmp_path: Path) -> None:
     printed = here("--store", str(tmp_path / "fresh"), "iterate", "-e", "small", "--dry-run", "--json").stdout
     steps = [row["step"] for row in json.loads(printed)]

@@ -34,6 +34,7 @@ FULL: Object = {
             "scale": True,
         }
     ],
+    "envd": {"metrics": True},
     "trainer": {"jobset": True, "image": {"repository": "registry.example.com/trainer", "tag": "0.1.0"}},
 }
 """Values that make every kind of object."""

@@ -129,6 +129,7 @@ def test_envd_accepts_its_command() -> None:
     assert program[:3] == ["python", "-m", "envd"]
     given = _parser().parse_args(program[3:])
     assert given.listen == "0.0.0.0:7400" and given.insecure and str(given.key_file) == "/var/run/triplane-envd/key"
+    assert given.metrics == "0.0.0.0:9464"
 
 
 def test_what_is_written_lies_on_volumes(pods: dict[str, Object]) -> None:
@@ -212,13 +213,24 @@ def test_pods_without_rights_get_no_token(pods: dict[str, Object]) -> None:
 
 
 def test_the_pods_backend_of_envd_gets_rights_of_its_own() -> None:
-    found = render({"envd": {"backend": "namespaces,pods"}})
+    backend, image = {"backend": "namespaces,pods"}, {"TRIPLANE_ENVD_PODS_IMAGE": "registry.example.com/sandbox:1"}
+    found = render({"envd": backend, "extraEnv": image})
     (role,) = [each for each in found if each["kind"] == "Role" and each["metadata"]["name"] == "triplane-envd"]
     assert {resource for rule in role["rules"] for resource in rule["resources"]} == {
         "pods",
         "pods/exec",
         "networkpolicies",
     }
+    assert not [each for each in found if each["kind"].startswith("Cluster")]
+    gvisor = {**image, "TRIPLANE_ENVD_PODS_RUNTIME_CLASS": "gvisor"}
+    whole = [each for each in render({"envd": backend, "extraEnv": gvisor}) if each["kind"].startswith("Cluster")]
+    (read,), binding = whole[0]["rules"], whole[1]
+    assert (read["resources"], read["resourceNames"], read["verbs"]) == (["runtimeclasses"], ["gvisor"], ["get"])
+    assert binding["roleRef"]["name"] == whole[0]["metadata"]["name"] == "triplane-triplane-envd"
+    assert [each["name"] for each in binding["subjects"]] == ["triplane-envd"]
+    for each in whole:
+        assert "namespace" not in each["metadata"]
+        kubernetes_validate.validate(each, "1.33", strict=True)
 
 
 def test_the_instance_is_that_of_production_with_another_launcher() -> None:
@@ -319,7 +331,10 @@ def test_an_engine_gets_gpus_and_reads_weights_of_its_sidecar() -> None:
     (engine,), (side, weights) = spec["containers"], spec["initContainers"]
     assert engine["command"] == ["vllm", "serve", "/weights/first"] and weights["restartPolicy"] == "Always"
     assert (ROOT / side["command"][2]).is_dir()
-    assert engine["resources"]["limits"]["nvidia.com/gpu"] == engine["resources"]["requests"]["nvidia.com/gpu"] == "2"
+    assert engine["resources"] == {
+        "requests": {"nvidia.com/gpu": "2", "cpu": "8", "memory": "64Gi"},
+        "limits": {"nvidia.com/gpu": "2", "memory": "128Gi"},
+    }
     assert "nvidia.com/gpu" not in weights["resources"]["requests"]
     mounts = {each["mountPath"]: each for each in engine["volumeMounts"]}
     assert mounts["/weights"]["readOnly"] and "/weights" in weights["command"]
@@ -357,6 +372,25 @@ def test_every_pod_denies_connections_that_no_policy_allows(pods: dict[str, Obje
             for port in rule.get("ports", [])
         }
         assert open_ports == wanted, name
+
+
+def test_metrics_of_envd_are_read_by_the_scraper_that_the_values_name() -> None:
+    def readers(values: Object) -> list[Object]:
+        policies = {
+            each["metadata"]["name"]: each["spec"] for each in render(values) if each["kind"] == "NetworkPolicy"
+        }
+        rules = policies["triplane-envd"]["ingress"]
+        return [peer for rule in rules if {"port": 9464} in rule["ports"] for peer in rule["from"]]
+
+    monitoring = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}]
+    assert readers({}) == []
+    assert readers({"envd": {"metrics": True}}) == [{"podSelector": {}}]
+    assert readers({"envd": {"metrics": True}, "networkPolicies": {"metricsFrom": monitoring}}) == monitoring
+    assert not [
+        each
+        for each in dict(templates(render()))["triplane-envd"]["spec"]["containers"][0]["command"]
+        if each.startswith("--metrics")
+    ]
 
 
 def test_policies_can_be_left_out() -> None:

@@ -4,6 +4,7 @@ profile of deploy/.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -28,7 +29,7 @@ START_S = 120.0
 
 CONFINED = """
 import json, os, pyseccomp, sys
-profile = json.load(open(sys.argv[1]))
+profile = json.loads(sys.argv[1])
 rules = pyseccomp.SyscallFilter(pyseccomp.ALLOW)
 for rule in profile["syscalls"]:
     for name in rule["names"]:
@@ -76,6 +77,8 @@ def image() -> Iterator[Path]:
             stage = step["value"].rpartition(" AS ")[2]
         elif step["instruction"] == "COPY" and stage == "envd":
             *sources, target = step["value"].split()
+            if target.startswith("/"):  # a program, which the machine has or lacks
+                continue
             if sources[0].startswith("--from="):
                 sources = [source.removeprefix("/app/") for source in sources[1:]]
             for source in sources:
@@ -102,14 +105,20 @@ def copy(source: Path, target: Path) -> None:
 
 
 @pytest.mark.timeout(400)
-def test_sandboxes_run_without_any_privilege(image: Path) -> None:
+@pytest.mark.parametrize(
+    "backend",
+    ["namespaces", pytest.param("gvisor", marks=pytest.mark.skipif(not shutil.which("runsc"), reason="no runsc"))],
+)
+def test_sandboxes_run_without_any_privilege(image: Path, backend: str) -> None:
     service, python = services({})["envd"], interpreter()
     address = f"unix:{image}/run/envd.sock"
-    command = [address if word.startswith("unix:") else word for word in service.command[1:]]
-    check = [address if word.startswith("unix:") else word for word in service.healthcheck[1:]]
+    places = {"unix:/run/envd/envd.sock": address, "namespaces": backend}
+    command = [places.get(word, word) for word in service.command[1:]]
+    check = [places.get(word, word) for word in service.healthcheck[1:]]
     assert service.command[0] == service.healthcheck[0] == "python" and address in command and address in check
     environment = {
         "PATH": os.environ["PATH"],
+        "HOME": str(image / "run"),
         "TMPDIR": str(image / "run"),
         "PYTHONPATH": f"{image}/app:{image}/packages",
     }
@@ -118,7 +127,12 @@ def test_sandboxes_run_without_any_privilege(image: Path) -> None:
         dropped += ["--reuid", str(UID), "--regid", str(UID), "--clear-groups"]
     else:
         dropped = ["setpriv", "--no-new-privs"]
-    confined = [*dropped, python, "-c", CONFINED, str(ROOT / "deploy" / "envd-seccomp.json"), python, *command]
+    profile = json.loads((ROOT / "deploy" / "envd-seccomp.json").read_text())
+    if backend == "gvisor":  # traces the code under its own kernel, see docs/sandboxes-gvisor.md
+        profile["syscalls"] = [
+            {**rule, "names": [name for name in rule["names"] if name != "ptrace"]} for rule in profile["syscalls"]
+        ]
+    confined = [*dropped, python, "-c", CONFINED, json.dumps(profile), python, *command]
     with (image / "run" / "log").open("wb") as log:
         server = subprocess.Popen(confined, cwd=image / "app", env=environment, stdout=log, stderr=log)
     try:
@@ -131,7 +145,7 @@ def test_sandboxes_run_without_any_privilege(image: Path) -> None:
                 break
             words = (image / "run" / "log").read_text()
             assert server.poll() is None and time.monotonic() < deadline, words + health.stderr
-        assert health.stdout.startswith("namespaces, isolates: True"), "envd probed a sandbox before it answered"
+        assert health.stdout.startswith(f"{backend}, isolates: True"), "envd probed a sandbox before it answered"
         status = Path(f"/proc/{server.pid}/status").read_text()
         assert "CapEff:\t0000000000000000" in status and "Seccomp:\t2" in status and "NoNewPrivs:\t1" in status
     finally:

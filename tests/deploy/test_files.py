@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,12 @@ import yaml
 from dockerfile_parse import DockerfileParser
 from packaging.requirements import Requirement
 
+from resources.experiment import load_experiment
 from tests.deploy.compose import COMPOSE, DOCKERFILE, ROOT, VARIABLE, services
 
 OURS = [name for name, service in services({}).items() if "build" in service.definition]
 DOCUMENT = ROOT / "docs" / "deploy.md"
+PAGE = ROOT / "docs" / "kubernetes.md"
 
 
 def valid(schema: str, path: Path) -> subprocess.CompletedProcess[str]:
@@ -108,9 +111,21 @@ def test_nothing_is_reachable_from_other_machines() -> None:
     assert services({})["envd"].definition["network_mode"] == "none"
 
 
-def instructions(kind: str) -> list[str]:
-    parser = DockerfileParser(fileobj=DOCKERFILE.open("rb"))
-    return [step["value"] for step in parser.structure if step["instruction"] == kind]
+def instructions(kind: str, target: str = "") -> list[str]:
+    """Values of the instructions of a kind. target: only of that stage."""
+    stage, found = "", []
+    for step in DockerfileParser(fileobj=DOCKERFILE.open("rb")).structure:
+        if step["instruction"] == "FROM":
+            stage = step["value"].rpartition(" AS ")[2]
+        if step["instruction"] == kind and target in ("", stage):
+            found.append(step["value"])
+    return found
+
+
+def extras_of(target: str) -> set[str]:
+    """Extras of the project that a stage installs."""
+    (command,) = [value for value in instructions("RUN", target) if "deploy/dependencies.py" in value]
+    return set(command.split("deploy/dependencies.py ")[1].split(" >")[0].split())
 
 
 def test_images_are_pinned_and_end_as_an_ordinary_user() -> None:
@@ -132,10 +147,30 @@ def test_there_is_an_image_for_each_role_of_compose_and_chart() -> None:
     assert named == {"triplane-stack", "triplane-envd"} == {f"triplane-{stage}" for stage in [*stages[-1:], "envd"]}
 
 
+def test_the_image_of_envd_has_what_the_backends_of_the_chart_need() -> None:
+    schema = json.loads((ROOT / "deploy" / "helm" / "triplane" / "values.schema.json").read_text())
+    assert "(namespaces|gvisor|pods)" in schema["properties"]["envd"]["properties"]["backend"]["pattern"]
+    assert "--from=runsc /usr/local/bin/runsc /usr/local/bin/runsc" in instructions("COPY")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = (ROOT / "deploy" / "envd-requirements.txt").read_text().splitlines()
+    assert set(project["optional-dependencies"]["pods"]) <= set(wanted)
+
+
 def test_the_image_of_the_stack_has_what_a_cluster_needs() -> None:
-    (command,) = [value for value in instructions("RUN") if "deploy/dependencies.py" in value]
-    extras = command.split("deploy/dependencies.py ")[1].split(" >")[0].split()
-    assert {"aws", "k8s", "pods", "postgres"} <= set(extras)
+    assert "packages AS stack" in instructions("FROM")
+    assert {"aws", "k8s", "pods", "postgres"} <= extras_of("packages")
+
+
+def test_the_image_of_trainers_has_what_triton_and_the_shipped_experiments_need() -> None:
+    assert "packages AS trainer" in instructions("FROM") and "--target trainer" in PAGE.read_text()
+    packages = {word for value in instructions("RUN", "trainer") if "apt-get" in value for word in value.split()}
+    assert {"gcc", "g++", "libc6-dev"} <= packages
+    needed = set()
+    for path in sorted((ROOT / "experiments").glob("*.yaml")):
+        trainer = load_experiment(path).trainer
+        needed |= {"deepspeed"} if trainer.launcher.backend == "deepspeed" else set()
+        needed |= {"te"} if trainer.precision.kind.startswith("te-") else set()
+    assert {"deepspeed", "te"} == needed <= extras_of("trainer")
 
 
 def test_every_installation_is_constrained() -> None:
@@ -201,10 +236,12 @@ def test_dagster_accepts_an_instance_file(name: str) -> None:
     assert settings["compute_logs"]["class"] == "S3ComputeLogManager"
 
 
-def test_the_workflow_calls_targets_that_exist() -> None:
+def test_the_workflow_calls_the_suites_of_a_clean_clone() -> None:
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
     makefile = (ROOT / "Makefile").read_text()
     jobs = workflow["jobs"]
     targets = {each for job in jobs.values() for each in job.get("strategy", {}).get("matrix", {}).get("target", [])}
-    assert {"demo", "test", "test-slow", "test-browser"} <= targets
+    run = (ROOT / ".ci" / "run").read_text()
+    suites = set(re.findall(r"^(?:suite |  if_time \S+ )?make (test[a-z-]*|fuzz-[a-z]+)", run, flags=re.MULTILINE))
+    assert len(suites) > 5 and {"demo", *suites} <= targets
     assert all(re.search(rf"^{target}:", makefile, flags=re.MULTILINE) for target in targets)

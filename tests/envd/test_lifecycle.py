@@ -274,6 +274,37 @@ def test_a_server_that_was_killed_is_an_error_at_once_and_comes_back_at_its_addr
         resource.close()
 
 
+def test_a_running_server_without_the_experiments_backend_refuses_its_sandboxes_and_verdicts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def refused(address: str) -> None:
+        monkeypatch.setenv("TRIPLANE_ENVD", address)
+        async with SandboxesResource().client(SandboxesConfig(backend="gvisor")) as client:
+            template = await client.put_template(FILES)
+            for call in (client.create(template), client.verify(template, b"", {}, ["x"])):
+                with pytest.raises(EnvdError, match="backend 'gvisor' does not run here: this server has namespaces"):
+                    await call
+
+    with LocalEnvd("namespaces") as first, LocalEnvd("namespaces") as second:
+        asyncio.run(refused(first.address))
+        asyncio.run(refused(f"{first.address},{second.address}"))
+
+
+def test_an_experiment_gets_its_backend_from_a_running_server_with_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def used(address: str) -> set[str]:
+        monkeypatch.setenv("TRIPLANE_ENVD", address)
+        async with SandboxesResource().client(SandboxesConfig(backend="plain")) as client:
+            template = await client.put_template(FILES)
+            async with await client.create(template) as sandbox:
+                on_same_server = await sandbox.server.create(template)
+                verdict = await client.verify(template, b"", {}, ["x"])
+                return {verdict.backend, *[(await each.status()).backend for each in (sandbox, on_same_server)]}
+
+    with LocalEnvd("namespaces,plain") as server, LocalEnvd("namespaces,plain") as second:
+        assert asyncio.run(used(server.address)) == {"plain"}
+        assert asyncio.run(used(f"{server.address},{second.address}")) == {"plain"}
+
+
 async def until_answered(calls: Iterator[Awaitable[object]]) -> None:
     for call in calls:
         with suppress(ServerUnavailable):

@@ -19,8 +19,8 @@ were; that the server's memory stays bounded; and that there is an audit event (
 kinds). The plain backend isolates nothing and is left out; a few attempts are shown to succeed there, so that they are
 known to be real ones.
 
-An event of the refusal says that something was denied, limited or tampered with: {with_event} attacks assert one. Of
-the others nobody outside the sandbox sees how they end, so their event is that of the call: the servers run with
+An event of the refusal says that something was denied, limited or tampered with: {with_event} attacks assert one. How
+the others end is not visible outside the sandbox, so their event is that of the call: the servers run with
 `--audit-calls`, and the test asserts that `call.begun` or `call.made` of the attack's sandbox names what was run. It
 tells who asked for what and when, not that it was an attack, nor that it failed; a server without `--audit-calls` has
 no event of these.
@@ -33,9 +33,9 @@ This table is made from `tests/escape/` by `python -m tests.escape.table`.
 _WHERE = """
 ## What the last columns mean
 
-Of the {count} attacks {with_event} assert an event of one of the named kinds; on a backend that the last column names,
-and for the other {without} everywhere, the event of the call instead, for the reason that stands there. A system call
-that Landlock, a missing capability or the guest's own kernel refuses gives the caller an error and nobody else a word.
+{with_event} of the {count} attacks assert an event of one of the named kinds. The other {without} assert the event of
+the call instead, and so do the former on a backend that the last column names; the column gives the reason. A system
+call that Landlock, a missing capability or the guest's own kernel refuses returns an error and causes no event.
 """
 
 
@@ -62,7 +62,11 @@ def table() -> str:
         _notes("Where one succeeds", "succeeds_on", "Known, and expected by the test, which fails once it is stopped.")
     )
     parts.append(
-        _notes("Where it may succeed without harm", "harmless_on", "Host and neighbour are looked at all the same.")
+        _notes(
+            "Where it may succeed without harm",
+            "harmless_on",
+            "These runs also check that host and neighbours are unharmed.",
+        )
     )
     parts.append(_notes("Where one is not tried", "not_on", ""))
     parts.append(section())

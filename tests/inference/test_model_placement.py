@@ -220,6 +220,13 @@ def test_a_model_that_fits_nothing_says_what_would_fit(tmp_path: Path) -> None:
         solve(read(tmp_path, [{"kind": "H100-80GB", "count": 2}], services))
 
 
+def test_services_without_names_are_refused_with_the_form(tmp_path: Path) -> None:
+    file = "gpus: [{kind: H100-80GB, count: 8}]\nservices:\n- {model: m, context: 1, sequences: 1}\n"
+    (tmp_path / "fleet.yaml").write_text(file)
+    with pytest.raises(ConfigError, match=r"services: must map names to services.*policy: \{model"):
+        Fleet.read(tmp_path / "fleet.yaml")
+
+
 def test_gpus_that_are_given_twice_are_refused(tmp_path: Path) -> None:
     node = "gpus:\n- {node: NODE, kind: H100-80GB, count: 8}\n"
     (tmp_path / "fleet.yaml").write_text(node.replace("NODE", "a") + node.replace("NODE", "b"))

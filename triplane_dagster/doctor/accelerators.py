@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import sys
+import sysconfig
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
@@ -23,10 +26,11 @@ def checks(thorough: bool) -> list[Check]:
         Check("torch", "policies", torch, required=True, timeout_s=TORCH_S),
         Check("GPU", "models of more than some million parameters", gpu),
         Check("Triton", "kernels on GPUs", package("triton", "`pip install triton`", thorough), timeout_s=limit),
+        Check("C compiler", "Triton, which compiles before its first kernel on a GPU", compiler),
         Check("vLLM", "serving large policies; `make test-vllm`", lambda: vllm(thorough), timeout_s=limit),
         Check(
             "DeepSpeed",
-            "training on many GPUs: `trainer.backend: deepspeed`",
+            "training on many GPUs: `trainer.launcher.backend: deepspeed`",
             package("deepspeed", "`pip install -e '.[deepspeed]'`", thorough),
             timeout_s=limit,
         ),
@@ -59,6 +63,20 @@ def gpu() -> Finding:
     if said.code != 0:
         return broken(said.last_words, "reinstall the driver, then reboot")
     return ok("; ".join(said.out.split("\n")).strip("; "))
+
+
+def compiler() -> Finding:
+    """Find the C compiler that Triton takes, and compile with Python's headers as it does."""
+    fix = "`apt-get install gcc libc6-dev python3-dev`; on Kubernetes the target `trainer` of deploy/Dockerfile"
+    program = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    if program is None:
+        return missing("neither gcc nor clang in PATH, and CC is not set", fix)
+    headers = f"-I{sysconfig.get_paths()['include']}"
+    try:
+        said = ask([program, "-fsyntax-only", headers, "-include", "Python.h", "-x", "c", os.devnull])
+    except FileNotFoundError:
+        return broken(f"CC={program} is no program", fix)
+    return ok(program) if said.code == 0 else broken(f"{program} fails: {said.last_words}", fix)
 
 
 def package(name: str, fix: str, thorough: bool) -> Callable[[], Finding]:

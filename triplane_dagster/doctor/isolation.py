@@ -6,8 +6,10 @@ import ctypes
 import fcntl
 import os
 import platform
+from collections.abc import Callable
 from pathlib import Path
 
+from envd.backends import BackendName
 from envd.sandbox.cgroups import Cgroups
 from triplane_dagster.doctor.findings import Check, Finding, ask, broken, missing, ok, trial, version_of
 
@@ -24,15 +26,30 @@ def checks() -> list[Check]:
     """Checks of isolation."""
     return [
         Check("sandboxes", "episodes and their tests", sandboxes, required=True, timeout_s=2 * SANDBOX_S),
-        Check("isolation", "policies that are not trusted", namespaces, timeout_s=SANDBOX_S),
+        Check("isolation", "policies that are not trusted", backend("namespaces", namespaces), timeout_s=SANDBOX_S),
         Check("overlayfs", "isolation", overlay),
         Check("cgroups", "limits of memory, processes and cores a sandbox", cgroups),
         Check("seccomp", "containers with a profile of their own", seccomp),
         Check("Landlock", "isolation", landlock),
-        Check("gVisor", "stronger isolation: `sandboxes.backend: gvisor`", gvisor),
+        Check(
+            "gVisor",
+            "stronger isolation: `sandboxes.backend: gvisor`",
+            backend("gvisor", gvisor),
+            timeout_s=SANDBOX_S,
+        ),
         Check("KVM", "fast virtual machines as sandboxes", kvm),
-        Check("Firecracker", "virtual machines as sandboxes: `sandboxes.backend: firecracker`", firecracker),
-        Check("QEMU", "virtual machines as sandboxes: `sandboxes.backend: qemu`", qemu),
+        Check(
+            "Firecracker",
+            "virtual machines as sandboxes: `sandboxes.backend: firecracker`",
+            backend("firecracker", firecracker),
+            timeout_s=SANDBOX_S,
+        ),
+        Check(
+            "QEMU",
+            "virtual machines as sandboxes: `sandboxes.backend: qemu`",
+            backend("qemu", qemu),
+            timeout_s=SANDBOX_S,
+        ),
     ]
 
 
@@ -45,6 +62,20 @@ def sandboxes() -> Finding:
     if address:
         return broken(said.last_words, f"start `python -m envd serve --listen {address}`, or unset TRIPLANE_ENVD")
     return broken(said.last_words, _NAMESPACES_FIX)
+
+
+def backend(name: BackendName, here: Callable[[], Finding]) -> Callable[[], Finding]:
+    """Check of a backend: on the servers that $TRIPLANE_ENVD names, which runs ask for it, else on this machine."""
+
+    def look() -> Finding:
+        address = os.environ.get("TRIPLANE_ENVD")
+        if not address:
+            return here()
+        said = trial("sandbox", address, name, timeout_s=SANDBOX_S)
+        fix = f"start the server with `--backend {name}`; in the chart `envd.backend`"
+        return ok(said.out.strip()) if said.code == 0 else missing(said.last_words, fix)
+
+    return look
 
 
 def namespaces() -> Finding:

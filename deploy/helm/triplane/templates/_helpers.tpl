@@ -150,11 +150,9 @@ imagePullSecrets:
   mountPath: /var/lib/triplane/dagster/workspace.yaml
   subPath: workspace.yaml
   readOnly: true
-{{- if or .Values.envd.enabled .Values.envd.address }}
 - name: envd-key
   mountPath: /var/run/triplane-envd
   readOnly: true
-{{- end }}
 {{- end }}
 
 {{/* Volumes of triplane.dagsterMounts. */}}
@@ -165,7 +163,6 @@ imagePullSecrets:
 - name: instance
   configMap:
     name: {{ .Release.Name }}-instance
-{{- if or .Values.envd.enabled .Values.envd.address }}
 - name: envd-key
   secret:
     secretName: {{ .Values.envd.existingSecret }}
@@ -173,7 +170,6 @@ imagePullSecrets:
     items:
       - key: {{ .Values.envd.secretKey }}
         path: key
-{{- end }}
 {{- end }}
 
 {{/* Annotations that start pods anew after their configuration changed. */}}
