@@ -534,7 +534,8 @@ def test_a_damaged_archive_is_not_kept_and_each_place_has_its_own(tmp_path: Path
         folder.mkdir()
         archive(folder / "p-1.tar.gz", {"p-1/a.py": text, "p-1/noise": os.urandom(4000)})
     whole = (first / "p-1.tar.gz").read_bytes()
-    for damaged in (whole[:2000], whole[:10] + b"\xff" * 100):
+    flipped = whole[:2000] + bytes([whole[2000] ^ 1]) + whole[2001:]  # in what is stored uncompressed
+    for damaged in (whole[:2000], whole[:10] + b"\xff" * 100, flipped):
         (first / "p-1.tar.gz").write_bytes(damaged)
         with pytest.raises(TaskError, match=r"is damaged .*: delete it"):
             read_repository("pypi:p==1", store, wheelhouse=first)
