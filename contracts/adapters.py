@@ -147,7 +147,7 @@ def added_weight(files: TensorFiles, adapter: Adapter, name: str) -> Tensor | No
 
 def _read_config(path: Path) -> Adapter:
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(path.read_bytes())
         for name, value in _REQUIRED.items():
             if found.get(name, value) != value:
                 raise SchemaError(f"{path}: {name} = {found[name]!r} is not supported, only {value!r}")

@@ -131,7 +131,7 @@ class ChatTokenizer:
             raise SchemaError(f"{directory} has no tokenizer.json: is it a checkpoint directory?")
         template = directory / "chat_template.jinja"
         if spaced is None:
-            spaced = template.is_file() and _COMPACT not in template.read_text()
+            spaced = template.is_file() and _COMPACT not in template.read_text(encoding="utf-8")
         return cls(Tokenizer.from_file(str(path)), spaced=spaced)
 
     @property
@@ -193,7 +193,7 @@ class ChatTokenizer:
 
 def chat_template(*, spaced: bool = False) -> str:
     """The Jinja template that renders the same tokens through `transformers`; stored in every checkpoint."""
-    text = (Path(__file__).parent / "chat_template.jinja").read_text()
+    text = (Path(__file__).parent / "chat_template.jinja").read_text(encoding="utf-8")
     return text.replace("__GLUE__", "\\n" if spaced else "").replace("__SEPARATORS__", "" if spaced else _COMPACT)
 
 

@@ -90,7 +90,7 @@ def check_checkpoint(directory: Path) -> dict[str, Any]:
     if not path.is_file():
         raise SchemaError(f"{directory} has no config.json: is it a checkpoint directory?")
     try:
-        config: dict[str, Any] = json.loads(path.read_text())
+        config: dict[str, Any] = json.loads(path.read_bytes())
         expected = expected_tensors(config)
     except ValueError as error:
         raise SchemaError(f"{path} is not JSON ({error}): export the checkpoint again") from None

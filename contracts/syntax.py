@@ -31,10 +31,15 @@ def parse_python(source: str | bytes) -> ast.Module:
         raise SyntaxError("nested too deeply") from None
 
 
-def is_deep(node: ast.AST) -> bool:
-    """Whether a tree is nested too deeply for recursive code such as `ast.dump` and visitors."""
+def has_lone_return(source: bytes) -> bool:
+    """Whether a carriage return without a newline ends a line: `ast` counts it, unlike who counts newlines."""
+    return b"\r" in source.replace(b"\r\n", b"\n")
+
+
+def is_deep(node: ast.AST, levels: int = _MOST_LEVELS) -> bool:
+    """Whether a tree has more levels than recursive code such as `ast.dump` and visitors can take."""
     level = [node]
-    for _ in range(_MOST_LEVELS):
+    for _ in range(levels):
         level = [child for each in level for child in ast.iter_child_nodes(each)]
         if not level:
             return False

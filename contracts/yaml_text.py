@@ -20,10 +20,19 @@ class UniqueKeys(yaml.SafeLoader):
             seen.add(str(key.value))
         return node
 
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """Value of a node. PyYAML's functions raise other errors for what is not of its tag, such as `!!bool x`."""
+        try:
+            return super().construct_object(node, deep)
+        except (ArithmeticError, AttributeError, LookupError, TypeError):
+            problem = f"this is no {node.tag.rpartition(':')[2]}"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
+
 
 def load_yaml(text: str, loader: type[UniqueKeys] = UniqueKeys) -> Any:
     """Value of a YAML text. Raises ValueError with the reason in one line."""
     try:
         return yaml.load(text, loader)
-    except (yaml.YAMLError, RecursionError, ValueError) as error:  # ValueError: a date such as 2026-02-30
+    # ValueError: a date such as 2026-02-30. OverflowError: a character such as "\UFFFFFFFF"
+    except (yaml.YAMLError, RecursionError, ValueError, OverflowError) as error:
         raise ValueError(" ".join(str(error).split()) or type(error).__name__) from None

@@ -1,6 +1,14 @@
 """Errors of the curation plane."""
 
+import lzma
+import tarfile
+import zipfile
+import zlib
+
 from contracts.errors import TriplaneError
+
+DAMAGED = (tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, OSError, RuntimeError)
+"""What reading a damaged archive raises; RuntimeError: an encrypted zip file, or one of an unknown compression."""
 
 
 class CurationError(TriplaneError):

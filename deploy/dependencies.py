@@ -11,7 +11,7 @@ from pathlib import Path
 
 def dependencies(extras: list[str]) -> list[str]:
     """Requirements in pip's form. Raises KeyError for an extra that does not exist."""
-    project = tomllib.loads(Path(__file__).parents[1].joinpath("pyproject.toml").read_text())["project"]
+    project = tomllib.loads(Path(__file__).parents[1].joinpath("pyproject.toml").read_text(encoding="utf-8"))["project"]
     found: list[str] = list(project["dependencies"])
     for extra in extras:
         found += project["optional-dependencies"][extra]

@@ -145,7 +145,7 @@ class LocalEnvd:
         options = ["--listen", self.address, "--state-dir", str(directory), "--backend", self._backend]
         if self._rules:
             rules = directory / "rules.yaml"
-            rules.write_text(self._rules)
+            rules.write_text(self._rules, encoding="utf-8")
             options += ["--policy", str(rules)]
         options += [*self._options, "--log-level", self._log_level, "--with-parent", str(os.getpid())]
         root = Path(__file__).resolve().parent.parent

@@ -36,7 +36,7 @@ def run_check(argv: Sequence[str]) -> int:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text()
+        return path.read_text(encoding="utf-8")
     except (OSError, UnicodeError) as error:
         reason = describe(error) if isinstance(error, OSError) else f"{path}: {error}"
         raise EnvdError(f"the sandbox rules can't be read: {reason}") from error

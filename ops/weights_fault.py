@@ -29,7 +29,7 @@ def weights_fault(directory: Path) -> str | None:
     Loads one tensor at a time.
     """
     try:
-        config = json.loads((directory / "config.json").read_text())
+        config = json.loads((directory / "config.json").read_bytes())
         if "quantization_config" in config or FORWARD in config:
             check_checkpoint(directory)
         files = TensorFiles(directory, WEIGHTS)

@@ -43,7 +43,7 @@ class _Child:
             return "did not answer"
         words = _words(self.folder, self.rank)
         if words.exists():
-            return words.read_text()
+            return words.read_text(encoding="utf-8")
         if status < 0:
             return f"was killed by {Signals(-status).name}"
         log = _log(self.folder, self.rank)
@@ -78,7 +78,7 @@ def tell_agent(words: str) -> bool:
     if meeting is None:
         return False
     with suppress(OSError):  # the agent has ended and removed its folder
-        _words(Path(meeting).parent, os.environ["RANK"]).write_text(words)
+        _words(Path(meeting).parent, os.environ["RANK"]).write_text(words, encoding="utf-8")
     return True
 
 
@@ -107,7 +107,7 @@ def _identity(folder: Path, rank: int | str) -> Path:
 def words_of(folder: Path, count: int) -> dict[int, str]:
     """Last words, by rank, of the ranks that left some."""
     paths = {rank: _words(folder, rank) for rank in range(count)}
-    return {rank: path.read_text() for rank, path in paths.items() if path.exists()}
+    return {rank: path.read_text(encoding="utf-8") for rank, path in paths.items() if path.exists()}
 
 
 def _words(folder: Path, rank: int | str) -> Path:

@@ -126,7 +126,7 @@ class Plan:
 def read_file(path: Path) -> SftFile | RlFile:
     """Settings of a file. Raises TrainingConfigError with field, value and fix."""
     try:
-        values = load_yaml(path.read_text())
+        values = load_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise TrainingConfigError(f"{path} can't be read ({error.strerror}): pass a YAML file") from None
     except ValueError as error:

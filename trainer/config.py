@@ -460,4 +460,4 @@ def read_job(source: str) -> SftJob | RlJob:
     path = Path(source)
     if not path.is_file():
         raise TrainingConfigError(f"job file {source} does not exist: pass a JSON or YAML file, or inline JSON")
-    return parse_job(path.read_text())
+    return parse_job(path.read_text(encoding="utf-8"))

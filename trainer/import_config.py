@@ -51,7 +51,7 @@ def read_original_config(directory: Path) -> dict[str, Any]:
     if not path.is_file():
         raise TrainingDataError(f"{directory} has no config.json: pass a Hugging Face model directory")
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(path.read_bytes())
     except ValueError as error:
         raise TrainingDataError(f"{path} is not JSON ({error}): fetch it again") from None
     if not isinstance(found, dict):

@@ -39,7 +39,7 @@ class Fork:
         """Write the file; a killed writer leaves nothing under its name. Raises ExperimentError if there is one."""
         staged = self.path.with_name(f".{self.path.stem}.{os.getpid()}.part")
         try:
-            with staged.open("w") as file:
+            with staged.open("w", encoding="utf-8") as file:
                 file.write(self.text)
                 file.flush()
                 os.fsync(file.fileno())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
-from itertools import islice, pairwise
+from itertools import chain, islice, pairwise, takewhile
 
 import dagster as dg
 
@@ -13,12 +13,12 @@ from triplane_dagster.private_dagster import schedule_execution_time_iterator
 
 NIGHTLY = ("dataset", "sampler")
 """Assets that every night brings: what sampling ends with, and the decision."""
-_TICKS = 400
-"""Ticks among which the longest pause is looked for: a year of nights."""
-_FIRST = datetime(2026, 1, 1, tzinfo=UTC).timestamp()
-"""Time from which it is looked for, in seconds since 1970. Fixed, so that equal schedules have equal policies; recent,
-since daylight saving time makes one night of the year an hour longer.
+_FIRST, _LAST = (datetime(year, 1, 1, tzinfo=UTC).timestamp() for year in (2026, 2027))
+"""Times between which the longest pause is looked for, in seconds since 1970: a year, since daylight saving time makes
+one night of it an hour longer. Fixed, so that equal schedules have equal policies.
 """
+_LEAST, _MOST = 10, 10_000
+"""Fewest ticks, for schedules with few a year, and most: a year of hourly starts. A tick costs 50 us."""
 _DURATION_H = 24.0
 """Time for the first iteration of a night, if the schedule has no limit of its own, in hours."""
 
@@ -39,6 +39,7 @@ def allowed_pause(plan: ScheduleConfig) -> timedelta:
 
 def longest_pause(plan: ScheduleConfig) -> timedelta:
     """Longest time between two nights."""
-    ticks = islice(schedule_execution_time_iterator(_FIRST, plan.cron, plan.timezone), _TICKS)
     # timestamps: the difference of two datetimes of one time zone ignores changes of its clocks
-    return timedelta(seconds=max(later - earlier for earlier, later in pairwise(tick.timestamp() for tick in ticks)))
+    times = (each.timestamp() for each in schedule_execution_time_iterator(_FIRST, plan.cron, plan.timezone))
+    year = chain(islice(times, _LEAST), takewhile(lambda each: each <= _LAST, islice(times, _MOST)))
+    return timedelta(seconds=max(later - earlier for earlier, later in pairwise(year)))

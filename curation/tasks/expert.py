@@ -68,11 +68,11 @@ class Workbench:
         parallel: read the first module and the visible test in one turn.
         """
         for path, text in bug.modules(bug.wrong).items():
-            (self._root / path).write_text(text)
+            (self._root / path).write_text(text, encoding="utf-8")
         followed = range(len(bug.chain) - 1, bug.index - 1, -1)
         reads = [[bug.paths[index]] for index in followed]
         if parallel:
-            (self._root / VISIBLE_TEST).write_text(visible_test(bug))
+            (self._root / VISIBLE_TEST).write_text(visible_test(bug), encoding="utf-8")
             reads[0].append(VISIBLE_TEST)
         edit = {"path": bug.path, "line": bug.line, "new": bug.answer(bug.index, answer)}
         acts = [[ToolCallText("read", {"path": path}) for path in paths] for paths in reads]

@@ -331,7 +331,7 @@ def _held(state_dir: Path) -> int:
 
 def _rules_text(path: Path | None) -> str:
     try:
-        return "" if path is None else path.read_text()
+        return "" if path is None else path.read_text(encoding="utf-8")
     except (OSError, UnicodeError) as error:
         reason = describe(error) if isinstance(error, OSError) else str(error)
         raise EnvdError(f"the sandbox rules can't be read: {reason}") from error

@@ -32,6 +32,8 @@ MOVED_AT_ONCE = 64
 """Handles that one call of `clean` moves, so that it takes milliseconds."""
 FSYNC_S = 0.05
 """Seconds between two fsyncs while frames are appended: what a power failure may take."""
+RETRY_S = 1.0
+"""Seconds between a failed fsync and the next one."""
 MAGIC = b"tpbridg2"
 """First bytes of a segment; they change with the format."""
 _HEADER = struct.Struct("<IIBQ")
@@ -138,7 +140,9 @@ class Journal:
             self._dirty.set()
 
     async def sync(self) -> None:
-        """Sync what is appended, in batches, until cancelled. An error is logged; the next batch tries again."""
+        """Sync what is appended, in batches, until cancelled. An error is logged; the next batch, after RETRY_S,
+        tries again.
+        """
         while True:
             await self._dirty.wait()
             self._dirty.clear()
@@ -147,6 +151,8 @@ class Journal:
                 await asyncio.to_thread(_sync, [*full, self._fd], [self._path(number) for number in unneeded])
             except OSError as error:
                 _log.error("the journal can't be synced: %s", describe(error))
+                self._dirty.set()
+                await asyncio.sleep(RETRY_S)
             else:
                 del self._unsynced[: len(full)], self._unneeded[: len(unneeded)]
                 for fd in full:

@@ -31,7 +31,7 @@ class PolicyFile:
     def read(self) -> tuple[Path, str]:
         """Directory and version of the policy. Raises TriplaneError."""
         try:
-            lines = [line.strip() for line in self.path.read_text().splitlines()]
+            lines = [line.strip() for line in self.path.read_text(encoding="utf-8").splitlines()]
         except (OSError, ValueError) as error:
             words = describe(error) if isinstance(error, OSError) else "it is not UTF-8"
             raise ConfigError(f"--policy-file {self.path} can't be read: {words}") from error

@@ -38,7 +38,7 @@ from inference.bridge.policy_file import PolicyFile
 from inference.bridge.service import BridgeService
 from inference.bridge.sessions import Bounds, Sessions
 from inference.engines import BuiltinConfig, EngineConfig, open_engine
-from inference.engines.base import Engine
+from inference.engines.base import Engine, watch
 
 DRAIN_S = 30.0
 """Default of `--drain`."""
@@ -136,14 +136,14 @@ async def serving(engine: Engine, limits: Limits, options: Options) -> AsyncIter
             works.append(options.policies.follow(engine))
         for work in works:
             stack.push_async_callback(_cancelled, asyncio.create_task(work))
+        stack.push_async_callback(probe.enter_graceful_shutdown)
         yield Bridge(sessions, _address(listening.address, port))
-        await probe.enter_graceful_shutdown()
 
 
 def serve(directory: Path, version: str, options: Options) -> None:
     """Serve the policy in `directory` until a signal. Prints the address when it is ready.
 
-    Raises TriplaneError, in one line, if it can't.
+    Raises TriplaneError, in one line, if it can't, and EngineStopped once an engine of this process has failed.
     """
     limits = limits_of(directory)
     os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"  # read by gRPC when it is first used
@@ -173,7 +173,8 @@ async def _serve(directory: Path, version: str, limits: Limits, options: Options
         async with serving(engine, limits, options) as bridge:
             kept = f", {bridge.sessions.open} episodes from the journal" if bridge.sessions.open else ""
             print(f"policy {await engine.version()} at {bridge.address}{kept}", flush=True)
-            await signals.first.wait()
+            # a failed server may serve again, so engines that use one go on
+            await _wait(signals, engine if isinstance(options.engine, BuiltinConfig) else None)
             await _drain(bridge.sessions, options.drain_s, signals)
     finally:
         await engine.close()
@@ -197,6 +198,18 @@ class _Signals:
         self.interrupted = self.interrupted or number == signal.SIGINT
         self.hurry = self.interrupted or self.first.is_set()
         self.first.set()
+
+
+async def _wait(signals: _Signals, engine: Engine | None) -> None:
+    """Wait for the first signal. Raises EngineStopped once `engine` has failed."""
+    works: list[asyncio.Task[Any]] = [asyncio.create_task(signals.first.wait())]
+    if engine is not None:
+        works.append(asyncio.create_task(watch(engine.version)))
+    done, left = await asyncio.wait(works, return_when=asyncio.FIRST_COMPLETED)
+    for task in left:
+        await _cancelled(task)
+    for task in done:
+        task.result()
 
 
 async def _drain(sessions: Sessions, seconds: float, signals: _Signals) -> None:

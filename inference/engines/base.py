@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, NoReturn, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,8 @@ from contracts.routing import Routes
 from contracts.supports import Supports, SupportsWriter
 from inference.errors import EngineError
 
+LOOK_S = 1.0
+"""Seconds between two looks whether an engine has failed."""
 FinishReason = Literal["stop", "length", "abort"]
 
 
@@ -192,6 +195,16 @@ def check_streamable(params: SamplingParams) -> None:
     """Raise EngineError for parameters that a stream can't serve."""
     if params.routing_from is not None:
         raise EngineError("routing is requested of a stream, whose pieces do not carry it: use generate")
+
+
+async def watch(version: Callable[[], Awaitable[object]]) -> NoReturn:
+    """Raise EngineStopped once an engine of this process has failed: only another process can serve again.
+
+    version: `Engine.version`.
+    """
+    while True:
+        await asyncio.sleep(LOOK_S)
+        await version()
 
 
 def require_grammar_from_start(params: SamplingParams, server: str) -> None:

@@ -87,7 +87,7 @@ class PolicyDirectory:
 
     def config(self) -> dict[str, Any]:
         """See PolicyFiles.config."""
-        found: dict[str, Any] = json.loads((self.folder / CONFIG).read_text())
+        found: dict[str, Any] = json.loads((self.folder / CONFIG).read_bytes())
         return found
 
     def directory(self) -> Path:

@@ -79,7 +79,7 @@ def _filled(cache: FileCache, key: str) -> Iterator[Path]:
 
 def is_quantized_checkpoint(directory: Path) -> bool:
     """Whether the checkpoint contains FP8 blocks."""
-    return "quantization_config" in json.loads((directory / CONFIG).read_text())
+    return "quantization_config" in json.loads((directory / CONFIG).read_bytes())
 
 
 def checkpoint_bytes(directory: Path) -> int:

@@ -78,7 +78,7 @@ def server_command(config: VllmConfig, device: Device, directory: Path, port: in
 
 def named_forward(directory: Path) -> Forward | None:
     """Recipe that a checkpoint names, or None: its weights' dtype then decides, as before recipes had names."""
-    config = json.loads((directory / "config.json").read_text())
+    config = json.loads((directory / "config.json").read_bytes())
     return forward_of(config) if FORWARD in config else None
 
 

@@ -93,7 +93,7 @@ def _read_config(directory: Path) -> dict[str, Any]:
     if not path.is_file():
         raise SchemaError(f"{directory} has no config.json: is it a checkpoint directory?")
     try:
-        config: dict[str, Any] = json.loads(path.read_text())
+        config: dict[str, Any] = json.loads(path.read_bytes())
     except ValueError as error:
         raise SchemaError(f"{path} is not JSON ({error}): export the checkpoint again") from None
     if config.get("model_type", "qwen3_moe") not in CLASSES:

@@ -67,7 +67,7 @@ class Vocabulary:
 
 @functools.lru_cache(16)
 def _read(tokenizer: Path, changed_ns: int, size: int) -> Vocabulary:
-    return _vocabulary(tokenizer.read_text(), size)
+    return _vocabulary(tokenizer.read_text(encoding="utf-8"), size)
 
 
 @functools.lru_cache(4)

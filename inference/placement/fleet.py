@@ -178,7 +178,7 @@ class Capacity:
 
 def _config(model: Path) -> Mapping[str, Any]:
     try:
-        config = json.loads((model / "config.json").read_text())
+        config = json.loads((model / "config.json").read_bytes())
     except (OSError, ValueError) as error:
         raise ConfigError(f"model {model}: its config.json can't be read: {error}") from None
     if not isinstance(config, dict):
@@ -191,7 +191,7 @@ def _weights(model: Path) -> int | None:
     index = model / "model.safetensors.index.json"
     if index.is_file():
         try:
-            return int(json.loads(index.read_text())["metadata"]["total_size"])
+            return int(json.loads(index.read_bytes())["metadata"]["total_size"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"model {model}: {index.name} has no metadata.total_size ({error})") from None
     return sum(path.stat().st_size for path in model.glob("*.safetensors")) or None

@@ -10,6 +10,7 @@ from pathlib import Path
 import uvicorn
 
 from contracts.addresses import Address
+from inference.engines.base import watch
 from inference.engines.builtin import BuiltinEngine
 from inference.fleet.joining import Joining, joined
 from inference.router.publisher import EventPublisher
@@ -17,9 +18,6 @@ from inference.server.app import Application, Opener
 from inference.server.draining import DrainingServer
 from inference.server.follow import Source, follow
 from inference.server.listening import announced, beside, split_address
-
-_LOOK_S = 1.0
-"""Seconds between two looks whether the engine has failed."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +90,7 @@ async def _serve(serving: Serving, policy: tuple[Path, str] | None, following: F
             await app.open(*policy)
         async with (
             beside(server, _announce(server, app)),
-            beside(server, _watch(app)),
+            beside(server, watch(app.version)),
             beside(server, _join(server, app, serving)),
         ):
             if following is None:
@@ -104,13 +102,6 @@ async def _serve(serving: Serving, policy: tuple[Path, str] | None, following: F
         await app.close()
         if publisher is not None:
             publisher.close()
-
-
-async def _watch(app: Application) -> None:
-    """Raise EngineStopped once the engine has failed: only another process can serve again."""
-    while True:
-        await asyncio.sleep(_LOOK_S)
-        await app.version()
 
 
 async def _join(server: uvicorn.Server, app: Application, serving: Serving) -> None:

@@ -231,11 +231,11 @@ def table(rows: Sequence[Compiled]) -> str:
 
 def write_between(path: Path, text: str) -> None:
     """Replace the text between the two marks of a Markdown file. Raises ValueError if a mark is missing."""
-    before, begin, rest = path.read_text().partition(_BEGIN)
+    before, begin, rest = path.read_text(encoding="utf-8").partition(_BEGIN)
     _, end, after = rest.partition(_END)
     if not begin or not end:
         raise ValueError(f"{path} has no {_BEGIN} ... {_END}")
-    path.write_text(f"{before}{begin}\n{text}\n{end}{after}")
+    path.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import re
 import signal
 import subprocess
 import sys
@@ -13,13 +14,17 @@ from pathlib import Path
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from contracts.pb import bridge_pb2 as pb
+from contracts.rpc.listening import Listening
 from inference.__main__ import main
 from inference.bridge.journal import Journal
 from inference.bridge.registry import Bounds
+from inference.bridge.serve import Options, _serve, limits_of
 from inference.engines.base import SamplingParams
 from inference.engines.builtin import BuiltinEngine
+from inference.errors import EngineStopped
 from tests.bridge.bridge_harness import (
     PROMPT,
     Client,
@@ -31,7 +36,7 @@ from tests.bridge.bridge_harness import (
     refused,
     start_request,
 )
-from tests.inference.conftest import write_checkpoint
+from tests.inference.conftest import break_engine, write_checkpoint
 
 pytestmark = pytest.mark.slow
 
@@ -263,6 +268,33 @@ def handlers() -> Iterator[None]:
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("handlers")
+def test_a_bridge_ends_when_its_engine_fails(
+    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    break_engine(monkeypatch)
+    monkeypatch.setattr("inference.engines.base.LOOK_S", 0.01)
+
+    async def run() -> None:
+        options = Options(Listening(f"unix:{tmp_path / 'b.sock'}"))
+        serving, said = asyncio.create_task(_serve(policy, "v1", limits_of(policy), options)), ""
+        while (address := re.search(r"at (\S+)", said)) is None:
+            await asyncio.sleep(0.01)
+            said += capsys.readouterr().out
+        async with grpc.aio.insecure_channel(address[1]) as channel:
+            client, name, statuses = Client(channel), new_id(), list[int]()
+            health = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+            statuses.append((await health.read()).status)
+            await client.start(start_request(name))
+            assert (await client.step(name, 1)).finish == pb.ENGINE_LOST
+            statuses.append((await health.read()).status)
+            assert statuses == [health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING]
+            with pytest.raises(EngineStopped, match="no room"):
+                await serving
+
+    asyncio.run(asyncio.wait_for(run(), 60))
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,17 @@ def test_files_with_lone_carriage_returns_or_nested_too_deeply_stay_as_they_are(
     assert len(decoys.make(ends, "seed")) == len(decoys.make(FILES, "seed"))
 
 
+@pytest.mark.parametrize(
+    "deep", ["a" + ".f()" * 150, "a" + ".f()" * 800, "f(1)" + " + 1" * 300, "f(" * 190 + "1" + ")" * 190]
+)
+def test_an_assertion_that_is_nested_too_deeply_is_not_observed(deep: str) -> None:
+    files = {"test_it.py": f"def test_it():\n    assert {deep} == 5010\n    assert f(2) == 5020\n".encode()}
+    assert observing.functions_of(files) == {"test_it.py::test_it": ["0:0", "0:1"]}
+    made = observing.make(files)
+    assert list(made.rules) == ["0:1"] and f"assert {deep} == 5010".encode() in made.files["test_it.py"]
+    assert len(decoys.make(files, "seed")) == 3
+
+
 def test_every_decoy_is_python_differs_from_the_test_and_is_the_same_again() -> None:
     versions = decoys.make(FILES, "seed")
     assert 2 <= len(versions) <= decoys.MOST_DECOYS

@@ -201,9 +201,13 @@ def test_dataset_and_sampler_of_a_scheduled_experiment_become_overdue(tiny: Expe
         ("0 2 * * *", "Europe/Berlin", 25),
         ("30 2 * * *", "America/New_York", 25),
         ("0 3 * * mon", "Europe/Berlin", 7 * 24 + 1),
+        ("0 1,22 * * *", "Europe/Berlin", 22),
+        ("0 0 1 1 *", "Europe/Berlin", 366 * 24),
     ],
 )
-def test_the_longest_pause_includes_the_hour_that_autumn_adds(cron: str, timezone: str, hours: int) -> None:
+def test_the_longest_pause_includes_the_hour_that_autumn_adds_and_leap_days(
+    cron: str, timezone: str, hours: int
+) -> None:
     assert longest_pause(ScheduleConfig(cron=cron, timezone=timezone)) == timedelta(hours=hours)
 
 

@@ -69,6 +69,7 @@ def test_shipped_experiments_load_and_pass_a_dry_run(
         ("schedule.max_hours=1e11", "schedule.max_hours = 100000000000.0: Input should be less than"),
         ("trainer={beta1: 0.5, beta2: 0.5, beta1: 0.6}", "key 'beta1' is given twice"),
         ("description=2026-02-30", "is not a YAML value (day is out of range for month); quote it"),
+        ("description=!!int ''", "is not a YAML value (this is no int "),
     ],
 )
 def test_a_bad_value_is_named_with_its_fix(override: str, said: str) -> None:
@@ -156,7 +157,19 @@ def test_the_former_grpo_section_is_refused_with_the_new_place_of_each_key() -> 
 
 @pytest.mark.parametrize(
     "text",
-    ["", "- a", "name: [", "name: x\nname2: y", "name: x\ndescription: 2026-02-30", "name: x\nseed: " + "9" * 5000],
+    [
+        "",
+        "- a",
+        "name: [",
+        "name: x\nname2: y",
+        "name: x\ndescription: 2026-02-30",
+        "name: x\ndescription: 0001-01-01T00:00:00+01:00",
+        "name: x\ndescription: !!bool x",
+        "name: x\ndescription: !!int ''",
+        "name: x\ndescription: !!timestamp x",
+        'name: x\ndescription: "\\UFFFFFFFF"',
+        "name: x\nseed: " + "9" * 5000,
+    ],
 )
 def test_a_malformed_file_is_named(text: str, tmp_path: Path) -> None:
     path = tmp_path / "broken.yaml"

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -93,14 +93,17 @@ def test_a_pool_gives_nobody_a_box_that_it_has_destroyed(tmp_path: Path) -> None
     asyncio.run(job())
 
 
-def test_a_gvisor_box_is_waited_for_while_it_is_paused_also_by_a_snapshot() -> None:
+def test_a_gvisor_box_is_waited_for_while_it_is_paused_or_written_to_a_snapshot(tmp_path: Path) -> None:
     async def job() -> None:
         asked: list[str] = []
         held: list[bool] = []
 
         class Backend:
+            manifest: ClassVar[dict[str, str]] = {}
+
             async def runsc(self, box: str, arguments: Sequence[str], *, image: int | None = None) -> None:
                 asked.append(arguments[0])
+                assert held[-1] or arguments[0] == "resume"
                 if arguments[0] == "pause" and len(asked) == 1:
                     raise EnvdError("runsc pause failed")
 
@@ -111,10 +114,13 @@ def test_a_gvisor_box_is_waited_for_while_it_is_paused_also_by_a_snapshot() -> N
         with pytest.raises(EnvdError):
             await box.pause()
         assert held[-1] is False, "it runs"
+        await box.snapshot(tmp_path)
+        assert held[-1] is False
         await box.pause()
-        assert held[-1] is True
+        await box.snapshot(tmp_path)
+        assert held[-1] is True, "it is still paused"
         await box.resume()
-        assert held[-1] is False and asked == ["pause", "pause", "resume"]
+        assert held[-1] is False and asked == ["pause", "checkpoint", "pause", "checkpoint", "resume"]
 
     asyncio.run(job())
 

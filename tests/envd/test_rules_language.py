@@ -54,6 +54,7 @@ def test_the_default_allows_what_a_server_without_rules_does() -> None:
         ("a: &x 1\nb: *x", "aliases are not allowed"),
         ("tools: {allow: [read]}\ntools: {}", "'tools' is given twice"),
         ("x: !!python/object/apply:os.system [id]", "not YAML"),
+        ("network: !!bool foo", "not YAML"),
         ("{" * 150, "not YAML"),
         ("{" * 5000, "more than 200 lists"),
         ("#" * 20_000, "write at most 16384"),

@@ -97,6 +97,15 @@ def other_policy(write_policy: WritePolicy) -> Path:
     return write_policy("other", seed=1)
 
 
+def break_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the first step of every engine fail."""
+
+    def full(*_: object) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr("inference.engines.scheduler.forward", full)
+
+
 def logits_after(directory: Path, prompt: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
     """float64 logits [tokens, vocabulary] that a policy draws each of `tokens` from, after `prompt`."""
     weights, context = read_weights(directory), np.array([*prompt, *tokens])

@@ -12,6 +12,7 @@ import torch
 from inference.engines.base import Completion, SamplingParams
 from inference.engines.builtin import BuiltinEngine
 from inference.errors import EngineError, EngineStopped, OtherArchitecture, RequestTooLong
+from tests.inference.conftest import break_engine
 
 pytestmark = pytest.mark.anyio
 Call = tuple[list[int], SamplingParams]
@@ -269,11 +270,8 @@ async def test_closing_aborts_what_is_in_flight_and_refuses_what_follows(policy:
 
 
 async def test_a_failure_of_the_engine_reaches_every_caller(policy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise MemoryError("no room")
-
     engine = BuiltinEngine(policy, "v1")
-    monkeypatch.setattr("inference.engines.scheduler.forward", full)
+    break_engine(monkeypatch)
     found = await asyncio.gather(
         *(engine.generate([1], SamplingParams(1.0, 9, s)) for s in range(3)), return_exceptions=True
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import subprocess
 import sys
@@ -155,6 +156,14 @@ async def test_neither_drafts_nor_neighbours_change_a_restricted_token(
                 np.testing.assert_array_equal(own.supports.masks(places, SIZE), other.supports.masks(places, SIZE))
     await plain.close()
     await drafting.close()
+
+
+def test_a_vocabulary_is_the_same_in_every_locale(policy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = Vocabulary.of(policy / "tokenizer.json", SIZE)
+    assert any(not token.isascii() for token in expected.tokens)
+    monkeypatch.setattr(io, "text_encoding", lambda encoding, stacklevel=2: encoding or "latin-1")
+    compiling._read.cache_clear()
+    assert Vocabulary.of(policy / "tokenizer.json", SIZE) == expected
 
 
 async def test_supports_of_another_engine_follow_from_its_tokens(

@@ -16,6 +16,7 @@ from contracts.chat import SPECIAL_TOKENS, ChatTokenizer, chat_template
 from inference.errors import EngineStopped
 from inference.server.app import Application
 from inference.server.serve import Serving, _serve
+from tests.inference.conftest import break_engine
 
 pytestmark = pytest.mark.anyio
 WORDS = 320
@@ -95,7 +96,7 @@ async def test_a_server_ends_when_its_engine_fails(
     policy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     break_engine(monkeypatch)
-    monkeypatch.setattr("inference.server.serve._LOOK_S", 0.01)
+    monkeypatch.setattr("inference.engines.base.LOOK_S", 0.01)
     serving, said = asyncio.create_task(_serve(Serving("127.0.0.1:0"), (policy, "first"), None)), ""
     async with asyncio.timeout(60):
         while (address := re.search(r"at (http://\S+)/v1", said)) is None:
@@ -105,12 +106,3 @@ async def test_a_server_ends_when_its_engine_fails(
             assert (await client.post("/v1/completions", json={"prompt": [1]})).status_code == 503
         with pytest.raises(EngineStopped, match="no room"):
             await serving
-
-
-def break_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the first step of every engine fail."""
-
-    def full(*_: object) -> None:
-        raise MemoryError("no room")
-
-    monkeypatch.setattr("inference.engines.scheduler.forward", full)

@@ -432,6 +432,9 @@ def test_a_fault_of_one_ends_the_others() -> None:
     assert sorted(ended) == list(range(5))
 
 
+MIT_TEXT = b"Permission is hereby granted, free of charge, to any person"
+
+
 @pytest.mark.parametrize(
     ("tree", "licence"),
     [
@@ -446,6 +449,26 @@ def test_a_fault_of_one_ends_the_others() -> None:
         ({"LICENSE": b"Mozilla Public License Version 1.1 ... GNU General Public License"}, "MPL-1.1"),
         ({"LICENSE": b"Permission is hereby granted, free of charge; GNU General Public License v2"}, "GPL-2.0-only"),
         ({"README.md": b"MIT"}, UNKNOWN),
+        ({"LICENSE": b"Business Source License 1.1\nChange License: Apache License, Version 2.0"}, "BUSL-1.1"),
+        ({"LICENSE": b"Functional Source License, Version 1.1, ALv2 Future License. Apache License"}, "LicenseRef-FSL"),
+        ({"LICENSE": b"FSL-1.1-MIT, Functional Source License. " + MIT_TEXT}, "LicenseRef-FSL"),
+        (
+            {"LICENSE": "“Commons Clause” License Condition v1.0\nApache License 2.0".encode()},
+            "LicenseRef-Commons-Clause",
+        ),
+        ({"LICENSE": b"Server Side Public License\nGNU Affero General Public License"}, "SSPL-1.0"),
+        ({"LICENSE": b"Elastic License 2.0 (ELv2) ... Apache License"}, "Elastic-2.0"),
+        ({"LICENSE": b"<https://polyformproject.org/licenses/strict/1.0.0> " + MIT_TEXT}, "LicenseRef-PolyForm"),
+        ({"LICENSE": b"Attribution-NonCommercial 4.0 International; code: " + MIT_TEXT}, "LicenseRef-CC-BY-NC"),
+        (
+            {"pyproject.toml": b"[project]\nlicense = 'LicenseRef-Proprietary'\n", "LICENSE": MIT_TEXT},
+            "LicenseRef-Proprietary",
+        ),
+        ({"PKG-INFO": b"License-Expression: Mine-1.0\nLicense: MIT\n", "LICENSE": MIT_TEXT}, UNKNOWN),
+        ({"PKG-INFO": b"License: Other/Proprietary License\n", "LICENSE": MIT_TEXT}, "LicenseRef-Proprietary"),
+        ({"PKG-INFO": b"License: \xe9, ()\n", "LICENSE": MIT_TEXT}, "MIT"),
+        ({"PKG-INFO": b"License: ()\n", "pyproject.toml": b"[project]\nlicense = {file = 'LICENSE'}\n"}, UNKNOWN),
+        ({"pyproject.toml": b"[project]\nlicense = {text = 'MIT'}\n"}, "MIT"),
     ],
 )
 def test_licence_of_a_repository(tree: dict[str, bytes], licence: str) -> None:
@@ -462,6 +485,10 @@ def test_copyleft_and_unknown_licences_need_permission() -> None:
         "GPL-3.0-only AND (MIT OR Apache-2.0)",
         "(MIT OR GPL-3.0-only) AND GPL-3.0-only",
         "GPL-2.0-only WITH Classpath-exception-2.0",
+        "BUSL-1.1",
+        "SSPL-1.0",
+        "Elastic-2.0",
+        "MIT AND LicenseRef-Commons-Clause",
     ):
         with pytest.raises(TaskError, match="is not permissive"):
             check_licence("pack", licence, ())
@@ -507,7 +534,8 @@ def test_a_damaged_archive_is_not_kept_and_each_place_has_its_own(tmp_path: Path
         folder.mkdir()
         archive(folder / "p-1.tar.gz", {"p-1/a.py": text, "p-1/noise": os.urandom(4000)})
     whole = (first / "p-1.tar.gz").read_bytes()
-    for damaged in (whole[:2000], whole[:10] + b"\xff" * 100):
+    flipped = whole[:2000] + bytes([whole[2000] ^ 1]) + whole[2001:]  # in what is stored uncompressed
+    for damaged in (whole[:2000], whole[:10] + b"\xff" * 100, flipped):
         (first / "p-1.tar.gz").write_bytes(damaged)
         with pytest.raises(TaskError, match=r"is damaged .*: delete it"):
             read_repository("pypi:p==1", store, wheelhouse=first)

@@ -197,9 +197,8 @@ BAD: dict[str, tuple[dict[str, bytes], str]] = {
     "version-type": ({"setup.py": b"setup(name='a', version=1.0)\n"}, r"a value of a wrong type \(version: .*string"),
     "extras-type": ({"setup.py": b"setup(name='a', extras_require=['b'])\n"}, "setup.py has a value of a wrong type"),
     "points-type": ({"pyproject.toml": b"[project.entry-points]\na='b'\n"}, r"wrong type \(entry_points.a: "),
-    "name-path": ({"pyproject.toml": b"[project]\nname='/tmp/evil'\n"}, "name is invalid: '/tmp/evil'"),
-    "name-above": ({"PKG-INFO": b"Name: ../..\nVersion: 1\n", "a.py": b""}, r"name is invalid: '\.\./\.\.'"),
-    "version-path": ({"pyproject.toml": b"[project]\nname='a'\nversion='1/../../b'\n"}, "1/../../b.*correct it"),
+    "name-path": ({"pyproject.toml": b"[project]\nname='/tmp/evil'\n"}, "name is a path: '/tmp/evil'"),
+    "name-above": ({"PKG-INFO": b"Name: ../..\nVersion: 1\n", "a.py": b""}, r"name is a path: '\.\./\.\.'"),
     "deep": ({"setup.py": b"x = " + b"+".join([b"1"] * 5000)}, "setup.py can't be parsed .nested too deeply"),
     "deep-toml": ({"pyproject.toml": b"x = " + b"[" * 5000}, "pyproject.toml is nested too deeply"),
     "requirement": ({"pyproject.toml": b"[project]\nname='a'\ndependencies=['=1']\n"}, "requirement '=1' is invalid"),
@@ -224,6 +223,29 @@ def test_bad_metadata_is_one_line_that_names_it(case: str, wheelhouse: Path) -> 
     with pytest.raises(TaskError, match=words) as caught:
         resolve(tree, wheelhouse=wheelhouse)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "kept"),
+    [
+        ("a", "@VERSION@", ("a", "0")),
+        ("a", "1.0-SNAPSHOT", ("a", "0")),
+        ("UNKNOWN", "2004d", ("UNKNOWN", "0")),
+        ("a", "1/../../b", ("a", "0")),
+        ("my pack", "1.0+x", ("my-pack", "1.0+x")),
+        ("..", "1", ("", "1")),
+        ("p\u00e2ck_.", "", ("p-ck", "0")),
+    ],
+)
+def test_names_and_versions_that_are_none_are_mended(
+    name: str, version: str, kept: tuple[str, str], wheelhouse: Path, tmp_path: Path
+) -> None:
+    about = f"[project]\nname={name!r}\nversion={version!r}\n"
+    lock = resolve({"pyproject.toml": about.encode()}, wheelhouse=wheelhouse)
+    assert (lock.name, lock.version) == kept
+    with tarfile.open(build_runtime(open_store(str(tmp_path)), lock, wheelhouse=wheelhouse).path(ARCHIVE)) as archive:
+        own = f"{kept[0].replace('-', '_')}-{kept[1]}.dist-info/METADATA"
+        assert (own in archive.getnames()) == bool(kept[0])
 
 
 def test_missing_folder_and_changed_wheel_are_one_line(wheelhouse: Path, tmp_path: Path) -> None:

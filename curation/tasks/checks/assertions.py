@@ -146,20 +146,21 @@ class _Finder:
         self._tree = tree
         self.found: list[Assertion] = []
         self._names = _Names(tree)
-        for node in tree.body:
-            self._walk(node, None, False)
+        self._walk()
 
-    def _walk(self, node: ast.AST, function: Function | None, looped: bool) -> None:
-        if isinstance(node, Function):
-            function, looped = node, False
-        elif isinstance(node, (ast.For, ast.AsyncFor, ast.While)):
-            looped = True
-        if function is not None:
-            for each in self._of(node, function):
-                each.looped = looped
-                self.found.append(each)
-        for child in ast.iter_child_nodes(node):
-            self._walk(child, function, looped)
+    def _walk(self) -> None:
+        left: list[tuple[ast.AST, Function | None, bool]] = [(self._tree, None, False)]
+        while left:  # a file may be nested too deeply for recursion
+            node, function, looped = left.pop()
+            if isinstance(node, Function):
+                function, looped = node, False
+            elif isinstance(node, (ast.For, ast.AsyncFor, ast.While)):
+                looped = True
+            if function is not None:
+                for each in self._of(node, function):
+                    each.looped = looped
+                    self.found.append(each)
+            left += [(child, function, looped) for child in reversed(list(ast.iter_child_nodes(node)))]
 
     def _of(self, node: ast.AST, function: Function) -> Iterator[Assertion]:
         if isinstance(node, ast.Assert):

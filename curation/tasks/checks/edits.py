@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 
-from contracts.syntax import parse_python
+from contracts.syntax import has_lone_return, parse_python
 
 
 class Source:
@@ -12,13 +12,12 @@ class Source:
 
     def __init__(self, content: bytes) -> None:
         """Raise SyntaxError or ValueError for a file that is not Python in UTF-8, or has a carriage return without a
-        newline: `ast` counts the lines that these end, too.
+        newline.
         """
-        text = content.decode()
-        if "\r" in text.replace("\r\n", "\n"):
+        if has_lone_return(content):
             raise ValueError("it has a carriage return without a newline")
-        self.tree = parse_python(text)
-        self._data = text.encode()
+        self.tree = parse_python(content.decode())
+        self._data = content
         self._starts = [0]
         for line in self._data.split(b"\n"):
             self._starts.append(self._starts[-1] + len(line) + 1)

@@ -14,10 +14,13 @@ import builtins
 import copy
 from collections.abc import Collection
 
+from contracts.syntax import is_deep
 from contracts.tasks import Observed, Rule
 from curation.tasks.checks.assertions import Assertion, exception_names, find, literal
 from curation.tasks.checks.edits import Source
 
+_MOST_LEVELS = 100
+"""Of an assertion, and of what is made of it: a copy takes six frames a level, of the thousand that Python allows."""
 _KNOWN = frozenset({"==", "!=", "<", "<=", ">", ">=", "in", "not in", "is", "is not", "has", "has not", "isa"})
 
 
@@ -90,9 +93,10 @@ class _File:
     def rewrite(self, path: str) -> None:
         """Add the rewritten file, its rules and hidden values, if it has an observed assertion."""
         found = {f"{self._number}:{index}": each for index, each in enumerate(find(self._source.tree))}
-        kept = {id(node) for key, each in found.items() if key in self._without for node in each.expected}
+        without = {key for key, each in found.items() if key in self._without or is_deep(each.node, _MOST_LEVELS)}
+        kept = {id(node) for key in without for node in found[key].expected}
         for key, each in found.items():
-            if key not in self._without and not (not each.direct and any(id(node) in kept for node in each.expected)):
+            if key not in without and not (not each.direct and any(id(node) in kept for node in each.expected)):
                 self._observe(key, each)
         if self._tables and self._edits:
             for value in _table_values(self._source.tree):

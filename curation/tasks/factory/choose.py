@@ -84,7 +84,7 @@ class Distinct:
             function = self._functions[each.candidate.function]
             syntax = f"{function.key} {normalized(changed_text(function, each.candidate.edits))}"
             print_, known = _print(function, each.candidate), self._prints[function.key]
-            if syntax in self._syntaxes and len({edit.path for edit in each.candidate.edits}) == 1:
+            if syntax in self._syntaxes:
                 reasons["same syntax"] += 1
             elif self._failures[function.key, tuple(sorted(each.failed))] >= SAME_FAILURES:
                 reasons["same failing tests"] += 1

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from pathlib import Path
 
-from contracts.syntax import parse_python
+from contracts.syntax import has_lone_return, parse_python
 from curation.tasks.factory.baseline import TestFunction
 from curation.tasks.factory.functions import Function, FunctionNode, Source, first_line
 from curation.tasks.importing.trees import Tree
@@ -65,7 +65,7 @@ def _bodies(data: bytes) -> Sequence[tuple[int, Sequence[_Lines]]] | None:
     """For each body that holds functions (the module's, a class's, an `if`'s, not a function's): its number of
     statements, and the lines of these functions. None for a file that is not Python, or whose lines can't be counted.
     """
-    if b"\r" in data.replace(b"\r\n", b"\n"):  # `ast` counts the lines that these end, too
+    if has_lone_return(data):
         return None
     try:
         module = parse_python(data)

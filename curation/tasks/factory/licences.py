@@ -7,6 +7,7 @@ import functools
 import re
 import tomllib
 from collections.abc import Iterator
+from email.message import Message
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -30,6 +31,8 @@ _COMMON = {
     "mozilla public license 2.0 (mpl 2.0)": "MPL-2.0",
     "gnu general public license v3 (gplv3)": "GPL-3.0-only",
     "gnu lesser general public license v3 (lgplv3)": "LGPL-3.0-only",
+    "proprietary": "LicenseRef-Proprietary",
+    "other/proprietary license": "LicenseRef-Proprietary",
 }
 """Names that metadata uses beside SPDX identifiers."""
 _PHRASES = (
@@ -42,6 +45,14 @@ _PHRASES = (
     ("PERMISSION IS HEREBY GRANTED, FREE OF CHARGE", "MIT", ""),
     ("REDISTRIBUTION AND USE IN SOURCE AND BINARY FORMS", "BSD-3-Clause", ""),
     ("PERMISSION TO USE, COPY, MODIFY, AND/OR DISTRIBUTE THIS SOFTWARE", "ISC", ""),
+    ("BUSINESS SOURCE LICENSE", "BUSL-1.1", ""),
+    ("SERVER SIDE PUBLIC LICENSE", "SSPL-1.0", ""),
+    ("ELASTIC LICENSE", "Elastic-2.0", ""),
+    ("FUNCTIONAL SOURCE LICENSE", "LicenseRef-FSL", ""),
+    ("COMMONS CLAUSE", "LicenseRef-Commons-Clause", ""),
+    ("POLYFORMPROJECT.ORG/LICENSES", "LicenseRef-PolyForm", ""),
+    ("ATTRIBUTION-NONCOMMERCIAL", "LicenseRef-CC-BY-NC", ""),
+    ("CC BY-NC", "LicenseRef-CC-BY-NC", ""),
 )
 """Words of licence texts, the licence, and its version where the text names none."""
 _VERSION = re.compile(r".{0,60}?\bV(?:ERSION)? ?(\d+(?:\.\d+)?)")
@@ -50,7 +61,13 @@ _VERSION = re.compile(r".{0,60}?\bV(?:ERSION)? ?(\d+(?:\.\d+)?)")
 
 def licence_of(tree: Tree) -> str:
     """SPDX expression of a repository's licence, or UNKNOWN."""
-    return next(filter(None, map(_expression, _claims(tree))), UNKNOWN)
+    about = email.message_from_string(tree.get("PKG-INFO", b"").decode(errors="replace"))
+    project = _project_licence(tree.get("pyproject.toml", b""))
+    for stated in (about.get("License-Expression", ""), project if isinstance(project, str) else ""):
+        if stated.strip():  # a licence file may be of a part only
+            return _expression(stated) or UNKNOWN
+    text = str(project.get("text", "")) if isinstance(project, dict) else ""
+    return next(filter(None, map(_expression, _claims(tree, about, text))), UNKNOWN)
 
 
 def check_licence(name: str, licence: str, allowed: tuple[str, ...]) -> None:
@@ -61,11 +78,9 @@ def check_licence(name: str, licence: str, allowed: tuple[str, ...]) -> None:
     raise TaskError(f"{name} has {what}: if you may train on it, add --allow-license {licence}")
 
 
-def _claims(tree: Tree) -> Iterator[str]:
-    """Texts that name a licence, the most exact first."""
-    about = email.message_from_bytes(tree.get("PKG-INFO", b""))
-    yield about.get("License-Expression", "")
-    yield from _project_licence(tree.get("pyproject.toml", b""))
+def _claims(tree: Tree, about: Message, text: str) -> Iterator[str]:
+    """Texts that may name a licence, the most exact first. about: of PKG-INFO. text: of pyproject.toml."""
+    yield text
     yield about.get("License", "")
     for classifier in about.get_all("Classifier", []):
         if classifier.startswith("License ::"):
@@ -90,21 +105,23 @@ def _licence_of_text(text: str) -> str:
     return min(found)[2] if found else ""
 
 
-def _project_licence(data: bytes) -> Iterator[str]:
+def _project_licence(data: bytes) -> Any:
+    """`project.license` of pyproject.toml: an expression, or a table."""
     try:
-        licence = tomllib.loads(data.decode()).get("project", {}).get("license", "")
-        yield licence if isinstance(licence, str) else str(licence.get("text", ""))
+        return tomllib.loads(data.decode()).get("project", {}).get("license")
     except (ValueError, AttributeError, RecursionError):
-        return  # `read_project` names it
+        return None  # `read_project` names it
 
 
 def _expression(text: str) -> str | None:
     text = _COMMON.get(text.strip().lower(), text.strip())
     if not text or len(text) > 200:
         return None
+    spdx = get_spdx_licensing()
     try:
-        return str(get_spdx_licensing().parse(text, validate=True))
-    except (ExpressionError, LicenceParseError):
+        found = spdx.parse(text)
+        return str(found) if all(key.startswith("LicenseRef-") for key in spdx.unknown_license_keys(found)) else None
+    except (ExpressionError, LicenceParseError, IndexError, AssertionError):  # the last two: such as `()`
         return None
 
 

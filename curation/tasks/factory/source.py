@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import io
-import lzma
 import os
 import re
 import tarfile
 import zipfile
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,7 +15,7 @@ from pathlib import Path, PurePosixPath
 from contracts.digests import digest_of, sha256
 from contracts.store import Store
 from contracts.tasks import files_digest
-from curation.errors import TaskError
+from curation.errors import DAMAGED, TaskError
 from curation.tasks.factory.licences import licence_of
 from curation.tasks.factory.steps import recall_bytes
 from curation.tasks.importing.reading import MAX_BYTES
@@ -35,8 +33,7 @@ from curation.tasks.importing.trees import (
 DEFAULT_INDEX = "https://pypi.org/simple/"
 _BUILT = frozenset({"build", "dist", ".eggs", "htmlcov", "site-packages"})
 """Folders in the root that hold copies or products of the code; the agent gets none."""
-_DAMAGED = (tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, OSError, RuntimeError)
-"""What reading a damaged archive raises; RuntimeError: an encrypted zip file, or one of an unknown compression."""
+_PIECE = 1 << 20
 _PINNED = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)==(?P<version>[A-Za-z0-9.!+_-]+)")
 
 
@@ -189,11 +186,13 @@ def _unpacked(source: str, data: bytes) -> Tree:
         else:
             with tarfile.open(fileobj=io.BytesIO(data)) as tar:
                 members = [each for each in tar.getmembers() if each.isfile()]
+                while tar.fileobj is not None and tar.fileobj.read(_PIECE):  # the checksum is at the end
+                    pass
                 _check_size(source, sum(each.size for each in members))
                 for each in members:
                     file = tar.extractfile(each)
                     tree[each.name] = file.read() if file else b""
-    except _DAMAGED as error:
+    except DAMAGED as error:
         said = " ".join(str(error).split())
         raise TaskError(f"the archive of {source} is damaged ({said}): delete it from the index or folder") from None
     inside = {str(PurePosixPath(*PurePosixPath(path).parts[1:])): content for path, content in tree.items()}

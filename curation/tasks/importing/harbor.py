@@ -107,7 +107,7 @@ def _own(place: Path) -> _Own:
 
 def _toml(place: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads((place / HARBOR_FILE).read_text())
+        return tomllib.loads((place / HARBOR_FILE).read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise TaskError(f"its {HARBOR_FILE} is not TOML: {' '.join(str(error).split())}") from None
 

@@ -66,7 +66,8 @@ def _copy_installed(lock: Lock, site: Path) -> None:
 def _about(directory: Path) -> dict[str, Any]:
     """Name, version, licence and pytest's plugins (modules) of an installed distribution, as its metadata says."""
     points = metadata.Distribution.at(directory).entry_points.select(group="pytest11")
-    read = email.parser.Parser().parsestr((directory / "METADATA").read_text(errors="replace"), headersonly=True)
+    text = (directory / "METADATA").read_text(encoding="utf-8", errors="replace")
+    read = email.parser.Parser().parsestr(text, headersonly=True)
     classified = [each.rpartition(" :: ")[2] for each in read.get_all("Classifier", []) if each.startswith("License")]
     said = read["License-Expression"] or "; ".join(classified) or (read["License"] or "").strip().split("\n")[0]
     return {
@@ -83,10 +84,11 @@ def _tidy(site: Path) -> None:
     for path in [site / ".lock", *(each for each in site.glob("*.dist-info/*") if each.name in _OF_INSTALLER)]:
         path.unlink(missing_ok=True)
     for record in site.glob("*.dist-info/RECORD"):
-        rows = [row for row in csv.reader(io.StringIO(record.read_text())) if row and (site / row[0]).is_file()]
+        recorded = csv.reader(io.StringIO(record.read_text(encoding="utf-8")))
+        rows = [row for row in recorded if row and (site / row[0]).is_file()]
         text = io.StringIO()
         csv.writer(text, lineterminator="\n").writerows(sorted(row for row in rows if ".." not in row[0]))
-        record.write_text(text.getvalue())
+        record.write_text(text.getvalue(), encoding="utf-8")
 
 
 def _add_own(site: Path, lock: Lock) -> None:
@@ -100,7 +102,7 @@ def _add_own(site: Path, lock: Lock) -> None:
         f"[{group}]\n" + "".join(f"{name} = {value}\n" for name, value in sorted(points.items()))
         for group, points in sorted(lock.entry_points.items())
     )
-    (directory / "entry_points.txt").write_text("\n".join(groups))
+    (directory / "entry_points.txt").write_text("\n".join(groups), encoding="utf-8")
 
 
 def _pack(site: Path, target: Path) -> int:

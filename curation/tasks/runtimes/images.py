@@ -16,7 +16,6 @@ import posixpath
 import re
 import tarfile
 import tempfile
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ from contracts.artifacts import Artifact, ArtifactWriter, find_artifact
 from contracts.digests import action_key, canonical_json, file_sha256
 from contracts.runtimes import KIND, ROOT
 from contracts.store import Store
-from curation.errors import TaskError
+from curation.errors import DAMAGED, TaskError
 
 IMAGE_VERSION = "1"
 _MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
@@ -40,8 +39,6 @@ _HELP = (
 _MOST_JSON = 4 << 20
 _PIECE = 1 << 20
 _MOST_LINKS = 40
-_DAMAGED = (OSError, EOFError, tarfile.TarError, zlib.error)
-"""What reading a damaged or truncated archive raises."""
 _GONE, _ALL_GONE = ".wh.", ".wh..wh..opq"
 """Prefix of a name that a layer removes, and the name that removes all that was in a directory."""
 _OWN = ("proc", "sys", "dev", "tmp", "run", "workspace", ".template", ".scratch", ".envd", ".agent")
@@ -138,7 +135,7 @@ def _reader(archive: Path, held: ExitStack) -> Callable[[str], IO[bytes]]:
     try:
         tar = held.enter_context(tarfile.open(archive))  # noqa: SIM115 - `held` closes it
         files = {posixpath.normpath(each.name): each for each in tar if each.isreg()}
-    except _DAMAGED as error:
+    except DAMAGED as error:
         why = " ".join(str(error).split())
         raise TaskError(f"{archive} can't be read as an OCI image archive ({why}): {_HELP}") from error
 
@@ -231,7 +228,7 @@ def _layer(read: Callable[[str], IO[bytes]], image: _Image, number: int, file: I
         if (packed, _sha256(file)) != (wanted, image.config["rootfs"]["diff_ids"][number]):
             raise ValueError("its content is another than its digest says")
         return tarfile.open(fileobj=file, mode="r:")
-    except (*_DAMAGED, KeyError, IndexError, ValueError, pa.ArrowException) as error:
+    except (*DAMAGED, KeyError, IndexError, ValueError, pa.ArrowException) as error:
         raise TaskError(f"layer {wanted[:19]} of the image can't be read ({error}): get the image again") from error
 
 
@@ -256,7 +253,7 @@ class _Tree:
         """Put a layer over the tree. Raises TaskError."""
         try:
             members = layer.getmembers()
-        except _DAMAGED as error:
+        except DAMAGED as error:
             raise TaskError(f"layer {number + 1} of the image is no tar ({error}): get the image again") from error
         marks = [each for each in members if posixpath.basename(each.name).startswith(_GONE)]
         for each in marks:  # of what lies below this layer

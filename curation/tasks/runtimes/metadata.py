@@ -17,7 +17,7 @@ from fnmatch import fnmatch
 from typing import Any
 
 from packaging.requirements import InvalidRequirement, Requirement
-from packaging.utils import InvalidName, canonicalize_name
+from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 from pydantic import TypeAdapter, ValidationError
 
@@ -41,6 +41,8 @@ _FILES = (
     "requirements[-_]dev*.txt",
     "dev[-_]requirements*.txt",
 )
+_NO_NAME = re.compile(r"[^A-Za-z0-9._-]+")
+"""Characters that the name of an installed distribution does not have: setuptools, too, writes `-` for them."""
 _COMPILERS = {"mesonpy": "meson", "maturin": "maturin", "scikit_build_core": "CMake", "setuptools_rust": "Rust"}
 
 
@@ -91,8 +93,8 @@ def read_project(tree: Mapping[str, bytes]) -> Project:
             f"its setup.py computes {computed[0]}, and code of a repository is not run for its metadata: write it to"
             " pyproject.toml, or make an sdist, whose PKG-INFO has it"
         )
-    own = canonicalize_name(found.name or "")
     project = Project(*_named(found), entry_points=found.entry_points)
+    own = canonicalize_name(project.name)
     needs = list(_expanded(found.needs or (), own, extras))
     needs += [each for each in _expanded(tests, own, extras) if not _TOOLS.fullmatch(canonicalize_name(each.name))]
     project.requirements = sorted({str(each) for each in needs if not each.url})
@@ -122,14 +124,18 @@ def _read(path: str, text: str) -> _Found:
 
 
 def _named(found: _Found) -> tuple[str, str]:
-    """Name and version of the repository's distribution, which become the name of a folder."""
-    name, version = (found.name or "").strip(), (found.version or "0").strip()
+    """Name and version of the repository's distribution, which become the name of a folder.
+
+    A version that is none, such as `@VERSION@`, counts as one that is not given.
+    """
+    name, version = (found.name or "").strip(), (found.version or "").strip()
+    if "/" in name:
+        raise TaskError(f"its name is a path: {name!r}; correct it")
+    name = _NO_NAME.sub("-", name).strip("-._")
     try:
-        if name:
-            canonicalize_name(name, validate=True)
         Version(version)
-    except (InvalidName, InvalidVersion) as error:
-        raise TaskError(f"its metadata can't be used: {error}; correct it") from None
+    except InvalidVersion:
+        version = "0"
     return name, version
 
 

@@ -75,13 +75,14 @@ def resolve(
         raise TaskError(f"it is {project.name}, which pytest itself needs: its tests can't be judged by pytest")
     with tempfile.TemporaryDirectory(prefix="runtime-") as scratch:
         wanted, locked = Path(scratch, "requirements.in"), Path(scratch, "requirements.txt")
-        wanted.write_text("".join(f"{each}\n" for each in [*project.requirements, *requirements, _LEAST_PYTEST]))
+        lines = [*project.requirements, *requirements, _LEAST_PYTEST]
+        wanted.write_text("".join(f"{each}\n" for each in lines), encoding="utf-8")
         locked.write_text("".join(f"{name}=={metadata.version(name)}\n" for name in _PYTEST))  # preferred versions
         own = ["--no-emit-package", project.name] if project.name else []
         flags = ["--generate-hashes", "--no-header", "--no-annotate", "--no-sources", *own]
         command = ["pip", "compile", str(wanted), "-o", str(locked), *flags]
         uv(command, scratch, index, wheelhouse, "its packages can't be resolved")
-        lines = locked.read_text().replace("\\\n", " ").splitlines()
+        lines = locked.read_text(encoding="utf-8").replace("\\\n", " ").splitlines()
     packages = tuple(sorted(" ".join(line.split()) for line in lines if line and not line.startswith("#")))
     return Lock(**_about(project), packages=packages, left_out=tuple(project.left_out))
 

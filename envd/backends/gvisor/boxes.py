@@ -109,7 +109,8 @@ class GVisorBox:
                 image=image,
             )
         finally:
-            self._guest.release()
+            if not self._paused:
+                self._guest.release()
             os.close(image)
         (into / _MANIFEST).write_text(json.dumps(self._backend.manifest))
         return ()

@@ -19,7 +19,7 @@ class Checkpoint:
 
     def __init__(self, directory: str) -> None:
         folder = Path(directory)
-        self.config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+        self.config: dict[str, Any] = json.loads((folder / "config.json").read_bytes())
         self._files: dict[str, Any] = {}
         for path in sorted(folder.glob("*.safetensors")):
             file: Any = safe_open(path, framework="pt")
