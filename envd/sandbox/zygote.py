@@ -77,7 +77,7 @@ class Zygote:
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
         gc.collect()
         gc.freeze()
-        self._control.send(json.dumps({"ready": True, "enforced": self._groups.enforced}).encode())
+        self._control.send(b"ready")
         poll = select.poll()
         poll.register(self._control, select.POLLIN)
         poll.register(wake_read, select.POLLIN)
