@@ -70,22 +70,13 @@ class OperationsClient(SandboxClient):
         )
 
     async def create_many(
-        self,
-        template: str,
-        count: int,
-        *,
-        limits: Limits | None = None,
-        env: Mapping[str, str] | None = None,
-        labels: Mapping[str, str] | None = None,
-        backend: str = "",
-        rules: str = "",
-        idempotency_key: str | None = None,
+        self, template: str, count: int, *, idempotency_key: str | None = None, **options: Any
     ) -> list[ManagedSandbox | EnvdError]:
         """Start several, in one round trip, each as `create` does.
 
         One that could not be started is its error in the list.
         """
-        request = create_request(template, limits, env, labels, backend, rules)
+        request = create_request(template, **options)
         batch = pb.CreateBatchRequest(requests=[request] * count)
         reply = await self.ask("operations.CreateBatch", batch, MOVE_S, idempotency_key)
         return [
