@@ -22,7 +22,7 @@ from contracts.store import Store
 from contracts.tasks import Split
 from curation.errors import TokenizerError
 from curation.tasks.bugs import MODULES, PATHS, draw_bugs
-from curation.tasks.expert import DONE, ExpertEpisode, open_workbench
+from curation.tasks.expert import DONE, ExpertEpisode, expert_episode
 from curation.tasks.names import NAMES
 from curation.tasks.operations import OPERATIONS, OPERATIONS_VERSION
 from curation.tasks.suite import TaskSuiteConfig
@@ -105,8 +105,7 @@ def _corpus(seed: int) -> list[str]:
     """Rendered expert episodes, split at the chat markup."""
     rng = Random(f"tokenizer/{seed}")
     bugs = draw_bugs(_CORPUS_EPISODES, Split.TRAIN, seed, rng, set())
-    with open_workbench() as bench:
-        episodes = [bench.play(bug, bug.right, parallel=rng.random() < 0.03) for bug in bugs]
+    episodes = [expert_episode(bug, bug.right, parallel=rng.random() < 0.03) for bug in bugs]
     return [piece for episode in episodes for piece in _pieces(episode)]
 
 

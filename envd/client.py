@@ -405,11 +405,11 @@ class Sandbox:
 
 def create_request(
     template: str,
-    limits: Limits | None,
-    env: Mapping[str, str] | None,
-    labels: Mapping[str, str] | None,
-    backend: str,
-    rules: str,
+    limits: Limits | None = None,
+    env: Mapping[str, str] | None = None,
+    labels: Mapping[str, str] | None = None,
+    backend: str = "",
+    rules: str = "",
     runtime: str = "",
     toolset: str = "",
     record_requests: bool = False,

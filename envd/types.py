@@ -117,36 +117,6 @@ class LeftOut:
 
 
 @dataclass(frozen=True)
-class BackendInfo:
-    """One backend of a server."""
-
-    name: str
-    isolation_level: Literal["none", "process", "kernel", "machine"]
-    limits_enforced: tuple[str, ...]
-    keeps_processes: bool
-    """Hibernation, forks and moves keep memory and processes; else files only."""
-    features: tuple[str, ...]
-    """Of pause, hibernate, fork, snapshot, migrate, pty, network."""
-    helper: str
-
-
-@dataclass(frozen=True)
-class ServerInfo:
-    """What a server is."""
-
-    backend: str
-    isolation: bool
-    """False when the code in a sandbox can reach the host."""
-    version: str
-    live: int
-    """Sandboxes that exist now."""
-    limits_enforced: tuple[str, ...]
-    """Which of memory, pids, cpu, disk the backend really enforces here."""
-    backends: tuple[BackendInfo, ...] = ()
-    """All that work there, the default one first."""
-
-
-@dataclass(frozen=True)
 class Handle:
     """What a client needs to use a sandbox again: whoever has it may."""
 
@@ -173,41 +143,3 @@ class SandboxStatus:
     host_name: str
     lost: tuple[str, ...] = ()
     """What the last hibernation, fork or move could not keep, e.g. processes."""
-
-
-@dataclass(frozen=True)
-class FileInfo:
-    """What is at a path of a workspace."""
-
-    path: str
-    type: Literal["file", "directory", "link", "other"]
-    size: int
-    mode: int
-    mtime_ns: int
-    link_target: str = ""
-
-
-@dataclass(frozen=True)
-class ProcessInfo:
-    """A process that was started in a sandbox."""
-
-    process: int
-    """Its number in this sandbox; never used again."""
-    pid: int
-    running: bool
-    exit_code: int
-    """-N: ended by signal N. 0 while it runs."""
-    timed_out: bool
-    arguments: tuple[str, ...]
-    stdout_bytes: int
-    stderr_bytes: int
-
-
-@dataclass(frozen=True)
-class OutputPiece:
-    """Some of a process's output."""
-
-    channel: Literal["stdout", "stderr"]
-    offset: int
-    """Of the first byte; above the end of the piece before: the ring dropped what was between."""
-    data: bytes

@@ -21,7 +21,7 @@ from contracts.store import Store
 from contracts.tasks import Split
 from curation.tasks.bugs import Bug, draw_bugs
 from curation.tasks.compositions import Family, families_of, family_name
-from curation.tasks.expert import expert_tokens, open_workbench
+from curation.tasks.expert import expert_episode, expert_tokens
 from curation.tasks.operations import OPERATIONS_VERSION, Operation, Place, trained
 from curation.tasks.suite import TaskSuiteConfig
 
@@ -149,12 +149,11 @@ def _render(
 ) -> pa.Table:
     ids: list[list[int]] = []
     roles: list[list[int]] = []
-    with open_workbench() as bench:
-        for bug, answer in zip(bugs, answers, strict=True):
-            episode = bench.play(bug, answer, parallel=rng.random() < config.parallel_share)
-            tokens, token_roles = expert_tokens(episode, tokenizer)
-            ids.append(tokens)
-            roles.append(token_roles)
+    for bug, answer in zip(bugs, answers, strict=True):
+        episode = expert_episode(bug, answer, parallel=rng.random() < config.parallel_share)
+        tokens, token_roles = expert_tokens(episode, tokenizer)
+        ids.append(tokens)
+        roles.append(token_roles)
     clean = [answer is bug.right for bug, answer in zip(bugs, answers, strict=True)]
     columns = [ids, roles, clean, [bug.family for bug in bugs], [bug.task_id for bug in bugs]]
     arrays = [pa.array(column, field.type) for column, field in zip(columns, DEMONSTRATIONS, strict=True)]

@@ -6,24 +6,17 @@ and reading on is a comparison of adjacent words: a small policy learns it in a 
 
 from __future__ import annotations
 
-import os
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 from contracts.chat import ChatTokenizer, ToolCallText
 from contracts.episodes import TokenRole
-from contracts.owned import owned_directory, sweep_abandoned
 from curation.errors import TaskError
 from curation.tasks.bugs import VISIBLE_TEST, Bug
 from curation.tasks.operations import Operation
 from curation.tasks.suite import visible_test
 from envd.client import ToolCall
-from envd.tools import run_file_tool
+from envd.tools import Store, tool_steps
 
-_PREFIX = "triplane-expert-"
 DONE = "done"
 """The expert's last turn: a turn without a tool call ends the episode."""
 
@@ -45,48 +38,44 @@ class ExpertEpisode:
     turns: tuple[ExpertTurn, ...]
 
 
-@contextmanager
-def open_workbench() -> Iterator[Workbench]:
-    """Workbench in a temporary directory, in memory if the system has such a file system."""
-    memory = Path("/dev/shm")
-    place = memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
-    sweep_abandoned(place, _PREFIX)
-    with owned_directory(_PREFIX, place) as root:
-        yield Workbench(Path(root))
+def expert_episode(bug: Bug, answer: Operation, *, parallel: bool = False) -> ExpertEpisode:
+    """Solve `bug` with `answer`, which may be wrong: read inwards from the named function, edit the wrong line.
+
+    parallel: read the first module and the visible test in one turn.
+    """
+    files = {path: text.encode() for path, text in bug.modules(bug.wrong).items()}
+    followed = range(len(bug.chain) - 1, bug.index - 1, -1)
+    reads = [[bug.paths[index]] for index in followed]
+    if parallel:
+        files[VISIBLE_TEST] = visible_test(bug).encode()
+        reads[0].append(VISIBLE_TEST)
+    edit = {"path": bug.path, "line": bug.line, "new": bug.answer(bug.index, answer)}
+    acts = [[ToolCallText("read", {"path": path}) for path in paths] for paths in reads]
+    acts.append([ToolCallText("edit", edit)])
+    notes = ["", *(note(bug, index) for index in followed)]
+    turns = [
+        ExpertTurn(said, tuple(calls), tuple(_response(files, call) for call in calls))
+        for said, calls in zip(notes, acts, strict=True)
+    ]
+    return ExpertEpisode(bug.instruction, tuple(turns))
 
 
-class Workbench:
-    """Directory in which expert episodes run in sequence, with the tools of the sandboxes."""
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        (root / VISIBLE_TEST).parent.mkdir(exist_ok=True)
-
-    def play(self, bug: Bug, answer: Operation, *, parallel: bool = False) -> ExpertEpisode:
-        """Solve `bug` with `answer`, which may be wrong: read inwards from the named function, edit the wrong line.
-
-        parallel: read the first module and the visible test in one turn.
-        """
-        for path, text in bug.modules(bug.wrong).items():
-            (self._root / path).write_text(text, encoding="utf-8")
-        followed = range(len(bug.chain) - 1, bug.index - 1, -1)
-        reads = [[bug.paths[index]] for index in followed]
-        if parallel:
-            (self._root / VISIBLE_TEST).write_text(visible_test(bug), encoding="utf-8")
-            reads[0].append(VISIBLE_TEST)
-        edit = {"path": bug.path, "line": bug.line, "new": bug.answer(bug.index, answer)}
-        acts = [[ToolCallText("read", {"path": path}) for path in paths] for paths in reads]
-        acts.append([ToolCallText("edit", edit)])
-        notes = ["", *(note(bug, index) for index in followed)]
-        turns = tuple(self._turn(said, calls) for said, calls in zip(notes, acts, strict=True))
-        return ExpertEpisode(bug.instruction, turns)
-
-    def _turn(self, said: str, calls: Sequence[ToolCallText]) -> ExpertTurn:
-        results = [run_file_tool(self._root, ToolCall(call.name, call.arguments)) for call in calls]
-        for call, result in zip(calls, results, strict=True):
-            if not result.ok:
-                raise TaskError(f"the scripted expert's call {call.name} {dict(call.arguments)} failed: {result.text}")
-        return ExpertTurn(said, tuple(calls), tuple(result.text for result in results))
+def _response(files: dict[str, bytes], call: ToolCallText) -> str:
+    """Run a sandbox's tool on files in memory."""
+    steps = tool_steps(ToolCall(call.name, call.arguments))
+    answer: bytes | None = None
+    while True:
+        try:
+            need = steps.send(answer)
+        except StopIteration as end:
+            if not end.value.ok:
+                raise TaskError(
+                    f"the scripted expert's call {call.name} {dict(call.arguments)} failed: {end.value.text}"
+                ) from None
+            return str(end.value.text)
+        if isinstance(need, Store):
+            files[need.path] = need.data
+        answer = files[need.path]
 
 
 def note(bug: Bug, index: int) -> str:

@@ -1,4 +1,4 @@
-"""Test of a backend on this host: start a sandbox, read a file of its template by its shell, and end it."""
+"""Test of a backend on this host: start a sandbox, use its workspace by its shell, and end it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def probe(
         async with asyncio.timeout(patience_s):
             box = await create(BoxSpec(template.name, template.name, template, Limits()))
             try:
-                (result,) = await box.guest.shell([("cat probe", _COMMAND_S)])
+                (result,) = await box.guest.shell([("test -w . && cat probe", _COMMAND_S)])
             finally:
                 await box.destroy()
     except (OSError, EnvdError, TimeoutError) as error:  # a TimeoutError is an OSError without a message
@@ -44,4 +44,4 @@ async def probe(
         shutil.rmtree(template, ignore_errors=True)
     if (result.code, result.head) != (0, _CONTENT):
         said = result.head.decode(errors="replace").strip()
-        raise BackendUnavailable(f"a sandbox under {what} can't run commands: {said[:300]!r}")
+        raise BackendUnavailable(f"a sandbox under {what} can't run commands in its workspace: {said[:300]!r}")

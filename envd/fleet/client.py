@@ -14,13 +14,12 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from envd.addresses import entries_of, servers_of
-from envd.calling import RPC_GRACE_S
 from envd.client import Sandbox, SandboxClient
 from envd.connection import Access, Metadata
 from envd.errors import EnvdError, ServerDraining, ServerLost, ServerUnavailable, TemplateError
 from envd.fleet.member import Member
 from envd.fleet.moving import MovableSandbox
-from envd.types import Handle, Limits, VerifyResult
+from envd.types import Handle, VerifyResult
 
 T = TypeVar("T")
 REFRESH_S = 10.0
@@ -98,40 +97,15 @@ class FleetClient(SandboxClient):
         """See SandboxClient.put_runtime. Servers get it when they need it; the file must stay."""
         self._archives[digest] = archive
 
-    async def create(
-        self,
-        template: str,
-        *,
-        limits: Limits | None = None,
-        env: Mapping[str, str] | None = None,
-        labels: Mapping[str, str] | None = None,
-        backend: str = "",
-        rules: str = "",
-        runtime: str = "",
-        toolset: str = "",
-        record_requests: bool = False,
-        idempotency_key: str | None = None,
-        timeout_s: float = RPC_GRACE_S,
-    ) -> Sandbox:
+    async def create(self, template: str, **options: Any) -> Sandbox:
         """See SandboxClient.create. With an idempotency_key, a retry goes to the same server while that one answers."""
 
-        async def create(member: Member) -> Sandbox:
-            return await member.create(
-                template,
-                limits=limits,
-                env=env,
-                labels=labels,
-                backend=backend,
-                rules=rules,
-                runtime=runtime,
-                toolset=toolset,
-                record_requests=record_requests,
-                idempotency_key=idempotency_key,
-                timeout_s=timeout_s,
-            )
+        def create(member: Member) -> Awaitable[Sandbox]:
+            return member.create(template, **options)
 
         return await self._somewhere(
-            lambda member: self._with_files(member, template, runtime, create), idempotency_key
+            lambda member: self._with_files(member, template, options.get("runtime", ""), create),
+            options.get("idempotency_key"),
         )
 
     def attach(self, handle: Handle) -> Sandbox:
@@ -150,45 +124,15 @@ class FleetClient(SandboxClient):
         return member.adopted(handle)
 
     async def verify(
-        self,
-        template: str,
-        diff: bytes,
-        hidden_files: Mapping[str, bytes],
-        tests: Sequence[str],
-        *,
-        limits: Limits | None = None,
-        timeout_s: float = 10,
-        artifacts: Sequence[str] = (),
-        product: Sequence[str] = (),
-        backend: str = "",
-        rules: str = "",
-        runtime: str = "",
-        plugins: Sequence[str] = (),
-        ini: Mapping[str, str] | None = None,
-        idle_s: float = 0,
+        self, template: str, diff: bytes, hidden_files: Mapping[str, bytes], tests: Sequence[str], **options: Any
     ) -> VerifyResult:
         """See SandboxClient.verify. One whose server is lost runs again on another, at most `VERIFY_TRIES` in all."""
 
-        async def verify(member: Member) -> VerifyResult:
-            return await member.verify(
-                template,
-                diff,
-                hidden_files,
-                tests,
-                limits=limits,
-                timeout_s=timeout_s,
-                artifacts=artifacts,
-                product=product,
-                backend=backend,
-                rules=rules,
-                runtime=runtime,
-                plugins=plugins,
-                ini=ini,
-                idle_s=idle_s,
-            )
+        def verify(member: Member) -> Awaitable[VerifyResult]:
+            return member.verify(template, diff, hidden_files, tests, **options)
 
         return await self._somewhere(
-            lambda member: self._with_files(member, template, runtime, verify), tries=VERIFY_TRIES
+            lambda member: self._with_files(member, template, options.get("runtime", ""), verify), tries=VERIFY_TRIES
         )
 
     async def found(self, template: str, findings: Sequence[str]) -> None:

@@ -14,12 +14,13 @@ from weakref import WeakValueDictionary
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped, unused-ignore]
 
+from contracts.pb import envd_operations_pb2 as pb
 from contracts.retries import backoff_s
 from envd.connection import Access, Metadata
 from envd.errors import EnvdError, ServerDraining, ServerLost, ServerUnavailable
 from envd.fleet.moving import MovableSandbox
 from envd.operations.client import OperationsClient
-from envd.types import BackendInfo, Handle
+from envd.types import Handle
 
 PROBE_S = 3.0
 """Longest wait for a health check."""
@@ -198,7 +199,7 @@ class Member(OperationsClient):
         return True
 
 
-def can_move(backend: BackendInfo) -> bool:
+def can_move(backend: pb.BackendInfo) -> bool:
     """Whether a backend moves sandboxes with their processes. Without those a sandbox is not what its agent left."""
     return backend.keeps_processes and "migrate" in backend.features
 

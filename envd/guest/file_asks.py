@@ -141,7 +141,3 @@ class FileAsks:
                     yield self._channel.parsed(results.read_changes, part)
         finally:
             self._channel.close_stream(identity)
-
-    async def sync(self) -> None:
-        """Have the guest write its file systems out."""
-        await self._channel.ask_for_nothing(Ask.SYNC, b"")

@@ -134,7 +134,6 @@ class GuestLink(FileAsks):
         directory: str = "",
         pty: bool = False,
         stdin: bool = False,
-        mixed: bool = False,
         rows: int = 24,
         columns: int = 80,
         timeout_s: float = 0.0,
@@ -142,9 +141,9 @@ class GuestLink(FileAsks):
     ) -> tuple[int, int]:
         """Start a process and return (its number here, its pid in the sandbox).
 
-        mixed: standard error goes where standard output goes. ring: bytes of output that are kept for who comes late.
+        ring: bytes of output that are kept for who comes late.
         """
-        flags = pty * 1 | stdin * 2 | mixed * 4
+        flags = pty * 1 | stdin * 2
         values = [name(f"{key}={value}") for key, value in (env or {}).items()]
         fields = Writer().items([name(each) for each in argv]).items(values).data(name(directory)).u8(flags)
         fields.u32(rows).u32(columns).u32(milliseconds(timeout_s)).u32(ring)
@@ -188,8 +187,3 @@ class GuestLink(FileAsks):
     async def resize(self, process: int, rows: int, columns: int) -> None:
         """Tell a process's terminal its size."""
         await self._channel.ask_for_nothing(Ask.RESIZE, Writer().u32(process).u32(rows).u32(columns).body())
-
-    async def quit(self) -> None:
-        """Have the agent end, with all that it started; then close."""
-        await self._channel.ask_for_nothing(Ask.QUIT, b"")
-        self.close()

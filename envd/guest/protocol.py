@@ -31,7 +31,7 @@ SHELL     limit u32, n u32, n times (command bytes, deadline_ms u32)
           the first command need not wait for it.
 START     argv list, env list, directory bytes, flags u8, rows u32, columns u32, timeout_ms u32, ring u32
                                                                     -                              process u32, pid u32
-          flags: 1 a pty, 2 stdin stays open, 4 one ring for both streams. directory: relative to the workspace, or
+          flags: 1 a pty, 2 stdin stays open. directory: relative to the workspace, or
           absolute. timeout_ms 0: none.
 OUTPUT    process u32, channel u8, offset u64, max u32, wait_ms u32 -                              start u64, total u64,
           ended u8, data bytes
@@ -65,10 +65,6 @@ MKDIR     path bytes, parents u8                                    -           
 WATCH     path bytes, recursive u8                                  n u32, n times (kind u8, path bytes)    -
           kind: 1 created, 2 changed, 3 removed, 4 moved from, 5 moved to, 6 overflow. Runs until cancelled. A first
           part with n = 0 says it watches.
-SYNC      -                                                         -                              -      (file systems,
-          before a snapshot)
-QUIT      -                                                         -                              -      (then the
-          agent ends)
 CANCEL    id u32                                                    -                              -
           Is an ask with an id of its own, answered by OK, also where the other ask is not known (any more).
           entry: path bytes, type u8 (1 file, 2 directory, 3 link, 4 other), mode u32, size u64, mtime_ns i64, target
@@ -97,8 +93,6 @@ CHUNK = 1024 * 1024
 """Bytes of file or output data in one frame."""
 LIST_BYTES = 16 * 1024 * 1024
 """Bytes that all parts of one LIST may hold."""
-PART = 128 * 1024
-"""Bytes that an agent puts into one PART frame, about."""
 HEAD = struct.Struct("<IIB")
 
 
@@ -123,8 +117,6 @@ class Ask(IntEnum):
     REMOVE = 25
     MKDIR = 26
     WATCH = 27
-    SYNC = 40
-    QUIT = 41
     CANCEL = 42
 
 
@@ -161,11 +153,6 @@ class Writer:
         self._parts.append(struct.pack("<Q", value))
         return self
 
-    def i32(self, value: int) -> Writer:
-        """Append 32 signed bits."""
-        self._parts.append(struct.pack("<i", value))
-        return self
-
     def i64(self, value: int) -> Writer:
         """Append 64 signed bits."""
         self._parts.append(struct.pack("<q", value))
@@ -186,14 +173,6 @@ class Writer:
     def body(self) -> bytes:
         """The fields alone."""
         return b"".join(self._parts)
-
-    def frame(self, identity: int, kind: int) -> bytes:
-        """The whole frame. Raises ProtocolError beyond MAX_FRAME."""
-        body = self.body()
-        size = len(body) + HEAD.size - 4
-        if size > MAX_FRAME:
-            raise ProtocolError(f"a frame of {size} bytes exceeds {MAX_FRAME}")
-        return HEAD.pack(size, identity, kind) + body
 
 
 class Reader:

@@ -116,7 +116,6 @@ int job_start(uint32_t id, int (*work)(const char *first, const char *second), c
 bool job_cancel(uint32_t id);
 void jobs_forget(void);
 bool job_reaped(pid_t pid, int status);
-void ask_sync(uint32_t id, struct reader *from);
 int remove_tree(const char *path, const char *unused);
 int copy_and_remove(const char *source, const char *target);
 

@@ -12,12 +12,11 @@ struct guest_config {
     bool owns_machine;      /* may set the clock, mix the kernel's entropy with credit, name the host (a VM's init) */
     bool escaped;           /* the stream is byte-stuffed and can be reset (protocol.h), for serial lines and restored snapshots */
     bool stays;             /* with `escaped`: where the line ends, wait for the next server instead of ending */
-    bool no_openat2;        /* resolve paths step by step even where the kernel could (kernels without openat2 do so by themselves) */
 };
 
 /* Serves one stream until it ends, then ends all that was started. fd_in and fd_out may be the same descriptor; every other descriptor is closed
  * and 0, 1 and 2 become /dev/null. Single-threaded: call it in a process of its own (after fork), with no other thread, and exit with what
- * it returns: 0 the stream ended or QUIT, 1 the peer broke the protocol, 2 it could not start. */
+ * it returns: 0 the stream ended, 1 the peer broke the protocol, 2 it could not start. */
 int guest_main(int fd_in, int fd_out, const struct guest_config *config);
 
 #endif

@@ -1,4 +1,4 @@
-/* Which ask goes where, and what belongs to no other file: INIT, QUIT, CANCEL. */
+/* Which ask goes where, and what belongs to no other file: INIT, CANCEL. */
 #include <errno.h>
 #include <fcntl.h>
 #include <linux/random.h>
@@ -82,12 +82,6 @@ static void ask_init(uint32_t id, struct reader *from) {
     frame_send(&frame);
 }
 
-static void ask_quit(uint32_t id, struct reader *from) {
-    if (!taken(from)) return;
-    answer_ok(id);
-    loop_end(0);
-}
-
 static void ask_cancel(uint32_t id, struct reader *from) {
     uint32_t cancelled = take_u32(from);
     if (!taken(from)) return;
@@ -114,7 +108,7 @@ static void (*const handlers[ASK_COUNT])(uint32_t, struct reader *) = {
     [ASK_RESIZE] = ask_resize, [ASK_READ] = ask_read,           [ASK_WRITE] = ask_write,
     [ASK_STAT] = ask_stat,     [ASK_LIST] = ask_list,           [ASK_MOVE] = ask_move,
     [ASK_REMOVE] = ask_remove, [ASK_MKDIR] = ask_mkdir,         [ASK_WATCH] = ask_watch,
-    [ASK_SYNC] = ask_sync,     [ASK_QUIT] = ask_quit,           [ASK_CANCEL] = ask_cancel,
+    [ASK_CANCEL] = ask_cancel,
 };
 
 /* Every handler takes its fields, does nothing unless they are all that the frame holds, and is done with the body when it returns. */

@@ -1,4 +1,4 @@
-/* What may take long (a tree to remove or to copy, a sync) runs in a forked child whose exit code is the errno. */
+/* What may take long (a tree to remove or to copy) runs in a forked child whose exit code is the errno. */
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -74,21 +74,6 @@ void jobs_pids(struct pids *into) {
 }
 
 /* The functions below run in the child: they may block, and what they allocate goes with it. */
-
-static int sync_all(const char *first, const char *second) {
-    (void)first;
-    (void)second;
-    int root = root_open();
-    int fd = root < 0 ? root : openat(root, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    if (fd < 0) return root < 0 ? -root : errno;
-    return syncfs(fd) == 0 ? 0 : errno;
-}
-
-void ask_sync(uint32_t id, struct reader *from) {
-    if (!taken(from)) return;
-    int code = job_start(id, sync_all, "", "", false);
-    if (code != 0) answer_error(id, code);
-}
 
 static bool is_dots(const char *name) {
     return strcmp(name, ".") == 0 || strcmp(name, "..") == 0;

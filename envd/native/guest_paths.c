@@ -144,7 +144,7 @@ int open_in_root(const char *path, uint64_t flags, mode_t mode) {
     struct open_how how = {
         .flags = flags, .mode = flags & O_CREAT ? mode : 0, .resolve = RESOLVE_IN_ROOT | RESOLVE_NO_MAGICLINKS};
     int fd = -ENOSYS;
-    if (!unknown && !config.no_openat2) {
+    if (!unknown) {
         /* EAGAIN: something was renamed meanwhile, so that the kernel could not be sure about a "..". */
         for (int i = 0; i < 16; i++) {
             fd = (int)syscall(SYS_openat2, root, path, &how, sizeof how);

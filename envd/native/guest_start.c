@@ -49,8 +49,7 @@ static int open_pipes(struct ends *ends, uint8_t flags) {
     if (flags & START_STDIN) code = open_pipe(&ends->theirs[0], &ends->ours[0]);
     else if ((ends->theirs[0] = open("/dev/null", O_RDONLY | O_CLOEXEC)) < 0) code = errno;
     if (code == 0) code = open_pipe(&ends->ours[1], &ends->theirs[1]);
-    if (code == 0 && (flags & START_ONE_RING)) ends->theirs[2] = ends->theirs[1];
-    else if (code == 0) code = open_pipe(&ends->ours[2], &ends->theirs[2]);
+    if (code == 0) code = open_pipe(&ends->ours[2], &ends->theirs[2]);
     return code;
 }
 

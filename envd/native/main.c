@@ -36,12 +36,11 @@ static int fail(const char *what, const char *why) {
 
 static int usage(void) {
     fputs("usage: envd-guest (--fd N | --stdio | --serial PATH | --vsock PORT) --workspace DIR --scratch DIR\n"
-          "                  [--escaped] [--init] [--supervised] [--no-openat2] [--template DIR --disk DIR [--read-only] [--two-users]]\n"
+          "                  [--escaped] [--init] [--supervised] [--template DIR --disk DIR [--read-only] [--two-users]]\n"
           "       envd-guest --name-host NAME\n"
           "  --escaped     the stream can be reset (envd/native/protocol.h); --serial implies it\n"
           "  --init        process 1 of a virtual machine: mounts what is missing, owns the clock, powers off at the end\n"
           "  --supervised  a process over the agent kills what an agent leaves that was killed, where no namespace does\n"
-          "  --no-openat2  resolve paths step by step\n"
           "  --template    process 1 of a container: mounts the workspace over that directory and the tmpfs --disk, then gives up its capabilities\n",
           stderr);
     return 2;
@@ -58,7 +57,7 @@ static bool parse(int count, char **words, struct options *options) {
     static const struct option known[] = {
         {"fd", required_argument, NULL, 'f'},      {"stdio", no_argument, NULL, 'o'},     {"serial", required_argument, NULL, 's'},
         {"vsock", required_argument, NULL, 'v'},   {"workspace", required_argument, NULL, 'w'}, {"scratch", required_argument, NULL, 't'},
-        {"escaped", no_argument, NULL, 'e'},       {"init", no_argument, NULL, 'i'},      {"no-openat2", no_argument, NULL, 'n'},
+        {"escaped", no_argument, NULL, 'e'},       {"init", no_argument, NULL, 'i'},
         {"template", required_argument, NULL, 'p'}, {"disk", required_argument, NULL, 'd'},    {"read-only", no_argument, NULL, 'r'},
         {"two-users", no_argument, NULL, 'y'},
         {"supervised", no_argument, NULL, 'u'},    {NULL, 0, NULL, 0}};
@@ -73,7 +72,6 @@ static bool parse(int count, char **words, struct options *options) {
         case 't': options->config.scratch = optarg; break;
         case 'e': options->config.escaped = true; break;
         case 'i': options->init = true; break;
-        case 'n': options->config.no_openat2 = true; break;
         case 'p': options->container.template = optarg; break;
         case 'd': options->container.disk = optarg; break;
         case 'u': options->supervised = true; break;

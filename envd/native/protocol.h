@@ -50,8 +50,6 @@ enum ask {
     ASK_REMOVE = 25,
     ASK_MKDIR = 26,
     ASK_WATCH = 27,
-    ASK_SYNC = 40,
-    ASK_QUIT = 41,
     ASK_CANCEL = 42,
     ASK_COUNT = 43,
 };
@@ -59,7 +57,7 @@ enum ask {
 enum answer { ANSWER_PART = 100, ANSWER_OK = 101, ANSWER_ERROR = 102 };
 
 enum { SHELL_TIMED_OUT = 1, SHELL_DIED = 2 };
-enum { START_PTY = 1, START_STDIN = 2, START_ONE_RING = 4 };
+enum { START_PTY = 1, START_STDIN = 2 };
 enum { CHANNEL_STDOUT = 1, CHANNEL_STDERR = 2 };
 enum { WRITE_LAST = 1, WRITE_PARENTS = 2, WRITE_MUST_CREATE = 4, WRITE_IN_PLACE = 16 };
 enum { LIST_VISIBLE = 1, LIST_FILES = 2 };

@@ -24,7 +24,7 @@ from envd.errors import EnvdError
 from envd.messages import export_message, limits_message, status_of
 from envd.operations.files import SandboxFiles
 from envd.operations.processes import SandboxProcesses
-from envd.types import BackendInfo, Export, Handle, Limits, SandboxStatus, ServerInfo
+from envd.types import Export, Handle, Limits, SandboxStatus
 
 MOVE_S = 600.0
 """How long a change of state may take: memory is written, sent and read."""
@@ -47,45 +47,18 @@ class OperationsClient(SandboxClient):
         """See SandboxClient.create."""
         return cast(ManagedSandbox, await super().create(template, **options))
 
-    async def info(self) -> ServerInfo:
+    async def info(self) -> pb.InfoReply:
         """What the server is: its backends, whether they isolate, how many sandboxes live."""
-        reply = await self.ask("operations.Info", pb.InfoRequest())
-        return ServerInfo(
-            backend=reply.backend,
-            isolation=reply.isolation,
-            version=reply.version,
-            live=reply.live,
-            limits_enforced=tuple(reply.limits_enforced),
-            backends=tuple(
-                BackendInfo(
-                    each.name,
-                    cast(Any, each.isolation_level),
-                    tuple(each.limits_enforced),
-                    each.keeps_processes,
-                    tuple(each.features),
-                    each.helper,
-                )
-                for each in reply.backends
-            ),
-        )
+        return cast(pb.InfoReply, await self.ask("operations.Info", pb.InfoRequest()))
 
     async def create_many(
-        self,
-        template: str,
-        count: int,
-        *,
-        limits: Limits | None = None,
-        env: Mapping[str, str] | None = None,
-        labels: Mapping[str, str] | None = None,
-        backend: str = "",
-        rules: str = "",
-        idempotency_key: str | None = None,
+        self, template: str, count: int, *, idempotency_key: str | None = None, **options: Any
     ) -> list[ManagedSandbox | EnvdError]:
         """Start several, in one round trip, each as `create` does.
 
         One that could not be started is its error in the list.
         """
-        request = create_request(template, limits, env, labels, backend or self.backend, rules)
+        request = create_request(template, **{**options, "backend": options.get("backend") or self.backend})
         batch = pb.CreateBatchRequest(requests=[request] * count)
         reply = await self.ask("operations.CreateBatch", batch, MOVE_S, idempotency_key)
         return [

@@ -10,7 +10,6 @@ from contracts.pb import envd_operations_pb2 as pb
 from contracts.pb import envd_operations_pb2_grpc as rpc
 from envd.calling import RPC_GRACE_S, Caller
 from envd.connection import Metadata
-from envd.types import FileInfo
 
 _CHUNK = 1024 * 1024
 _DOWNLOAD_S = 600.0
@@ -33,36 +32,38 @@ class SandboxFiles:
 
     async def write(
         self, path: str, data: bytes, *, mode: int = 0, make_parents: bool = True, must_create: bool = False
-    ) -> FileInfo:
+    ) -> pb.FileStat:
         """A whole file, all or nothing. mode 0: as it was, else 0644."""
         request = pb.FileWriteRequest(
             sandbox_id=self._id, path=path, data=data, mode=mode, make_parents=make_parents, must_create=must_create
         )
-        return _info(await self._ask(self._stub.Write, request))
+        return cast(pb.FileStat, await self._ask(self._stub.Write, request))
 
-    async def stat(self, path: str) -> FileInfo:
+    async def stat(self, path: str) -> pb.FileStat:
         """What is at a path; a link is told as a link."""
-        return _info(await self._ask(self._stub.Stat, pb.PathRequest(sandbox_id=self._id, path=path)))
+        return cast(pb.FileStat, await self._ask(self._stub.Stat, pb.PathRequest(sandbox_id=self._id, path=path)))
 
-    async def list(self, path: str = ".", *, depth: int = 1, limit: int = 10_000) -> tuple[list[FileInfo], bool]:
+    async def list(self, path: str = ".", *, depth: int = 1, limit: int = 10_000) -> tuple[list[pb.FileStat], bool]:
         """What is below a directory, sorted, and whether some was left out."""
         request = pb.FileListRequest(sandbox_id=self._id, path=path, depth=depth, limit=limit)
         reply = await self._ask(self._stub.List, request)
-        return [_info(entry) for entry in reply.entries], reply.truncated
+        return list(reply.entries), reply.truncated
 
-    async def move(self, source: str, target: str, *, overwrite: bool = False) -> FileInfo:
+    async def move(self, source: str, target: str, *, overwrite: bool = False) -> pb.FileStat:
         """Rename."""
         request = pb.FileMoveRequest(sandbox_id=self._id, source=source, target=target, overwrite=overwrite)
-        return _info(await self._ask(self._stub.Move, request))
+        return cast(pb.FileStat, await self._ask(self._stub.Move, request))
 
     async def remove(self, path: str, *, recursive: bool = False) -> None:
         """Remove a file, an empty directory, or with `recursive` all below it."""
         request = pb.FileRemoveRequest(sandbox_id=self._id, path=path, recursive=recursive)
         await self._ask(self._stub.Remove, request)
 
-    async def make_directory(self, path: str) -> FileInfo:
+    async def make_directory(self, path: str) -> pb.FileStat:
         """A directory, and those above it."""
-        return _info(await self._ask(self._stub.MakeDirectory, pb.PathRequest(sandbox_id=self._id, path=path)))
+        return cast(
+            pb.FileStat, await self._ask(self._stub.MakeDirectory, pb.PathRequest(sandbox_id=self._id, path=path))
+        )
 
     async def search(
         self, pattern: str, *, path: str = ".", globs: Sequence[str] = (), limit: int = 1000, **options: Any
@@ -83,7 +84,7 @@ class SandboxFiles:
             async for event in events:
                 yield event
 
-    async def upload(self, path: str, data: bytes, *, mode: int = 0, make_parents: bool = True) -> FileInfo:
+    async def upload(self, path: str, data: bytes, *, mode: int = 0, make_parents: bool = True) -> pb.FileStat:
         """A file too large for one message, all or nothing."""
 
         def pieces() -> Iterator[pb.UploadChunk]:
@@ -92,7 +93,7 @@ class SandboxFiles:
             for at in range(0, len(data), _CHUNK):
                 yield pb.UploadChunk(data=data[at : at + _CHUNK])
 
-        return _info(await self._caller.ask(self._stub.Upload, pieces(), _DOWNLOAD_S, self._metadata))
+        return cast(pb.FileStat, await self._caller.ask(self._stub.Upload, pieces(), _DOWNLOAD_S, self._metadata))
 
     async def download(self, path: str) -> AsyncGenerator[bytes, None]:
         """A file too large for one message, piece by piece."""
@@ -103,7 +104,3 @@ class SandboxFiles:
 
     async def _ask(self, method: Any, request: Any) -> Any:
         return await self._caller.ask(method, request, RPC_GRACE_S, self._metadata)
-
-
-def _info(stat: pb.FileStat) -> FileInfo:
-    return FileInfo(stat.path, cast(Any, stat.type), stat.size, stat.mode, stat.mtime_ns, stat.link_target)

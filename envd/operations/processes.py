@@ -10,7 +10,6 @@ from contracts.pb import envd_operations_pb2 as pb
 from contracts.pb import envd_operations_pb2_grpc as rpc
 from envd.calling import RPC_GRACE_S, Caller
 from envd.connection import Metadata
-from envd.types import OutputPiece, ProcessInfo
 
 
 class SandboxProcesses:
@@ -33,7 +32,7 @@ class SandboxProcesses:
         stdin: bool = False,
         timeout_s: float = 0,
         ring_bytes: int = 0,
-    ) -> ProcessInfo:
+    ) -> pb.ProcessState:
         """Start a program; no shell unless you name one. pty: (rows, columns). timeout_s 0: as long as the sandbox."""
         request = pb.ProcessStartRequest(
             sandbox_id=self._id,
@@ -45,28 +44,25 @@ class SandboxProcesses:
             timeout_s=timeout_s,
             ring_bytes=ring_bytes,
         )
-        return _info(await self._ask(self._stub.Start, request))
+        return cast(pb.ProcessState, await self._ask(self._stub.Start, request))
 
-    async def list(self) -> list[ProcessInfo]:
+    async def list(self) -> list[pb.ProcessState]:
         """What was started."""
         reply = await self._ask(self._stub.List, pb.ProcessListRequest(sandbox_id=self._id))
-        return [_info(each) for each in reply.processes]
+        return list(reply.processes)
 
     async def connect(
         self, process: int, *, stdout_offset: int = 0, stderr_offset: int = 0
-    ) -> AsyncGenerator[OutputPiece | ProcessInfo, None]:
-        """Output from the offsets on, as it comes; the last thing, once it has ended, is its state."""
+    ) -> AsyncGenerator[pb.ProcessEvent, None]:
+        """Output from the offsets on, as it comes; the last event, once it has ended, has its state as `ended`."""
         request = pb.ProcessConnectRequest(
             sandbox_id=self._id, process=process, stdout_offset=stdout_offset, stderr_offset=stderr_offset
         )
         async with aclosing(self._caller.stream(self._stub.Connect, request, self._metadata)) as events:
             async for event in events:
-                if event.HasField("ended"):
-                    yield _info(event.ended)
-                else:
-                    yield OutputPiece(cast(Any, event.channel), event.offset, event.data)
+                yield event
 
-    async def run(self, arguments: Sequence[str], **options: Any) -> tuple[ProcessInfo, bytes, bytes]:
+    async def run(self, arguments: Sequence[str], **options: Any) -> tuple[pb.ProcessState, bytes, bytes]:
         """Start a program and wait for its end: (state, standard output, standard error), as far as the rings held
         them.
         """
@@ -74,8 +70,8 @@ class SandboxProcesses:
         output: dict[str, list[bytes]] = {"stdout": [], "stderr": []}
         async with aclosing(self.connect(started.process)) as events:
             async for event in events:
-                if isinstance(event, ProcessInfo):
-                    return event, b"".join(output["stdout"]), b"".join(output["stderr"])
+                if event.HasField("ended"):
+                    return event.ended, b"".join(output["stdout"]), b"".join(output["stderr"])
                 output[event.channel].append(event.data)
         raise AssertionError("a stream of output ends with the process's state")
 
@@ -88,10 +84,10 @@ class SandboxProcesses:
         """End its standard input."""
         await self._ask(self._stub.CloseStdin, pb.ProcessRequest(sandbox_id=self._id, process=process))
 
-    async def signal(self, process: int, number: int, *, tree: bool = False) -> ProcessInfo:
+    async def signal(self, process: int, number: int, *, tree: bool = False) -> pb.ProcessState:
         """Signal it, with `tree` also all that it started."""
         request = pb.ProcessSignalRequest(sandbox_id=self._id, process=process, signal=number, tree=tree)
-        return _info(await self._ask(self._stub.Signal, request))
+        return cast(pb.ProcessState, await self._ask(self._stub.Signal, request))
 
     async def resize(self, process: int, rows: int, columns: int) -> None:
         """Tell its terminal its size."""
@@ -100,16 +96,3 @@ class SandboxProcesses:
 
     async def _ask(self, method: Any, request: Any) -> Any:
         return await self._caller.ask(method, request, RPC_GRACE_S, self._metadata)
-
-
-def _info(state: pb.ProcessState) -> ProcessInfo:
-    return ProcessInfo(
-        state.process,
-        state.pid,
-        state.state == "running",
-        state.exit_code,
-        state.timed_out,
-        tuple(state.arguments),
-        state.stdout_bytes,
-        state.stderr_bytes,
-    )

@@ -18,11 +18,12 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from contracts.pb import envd_operations_pb2 as pb
 from envd.connection import access_of, add_access
 from envd.errors import EnvdError
 from envd.meeting import default_address
 from envd.operations.client import OperationsClient
-from envd.types import SandboxStatus, ServerInfo
+from envd.types import SandboxStatus
 
 _MOST_ROWS = 500
 _COLUMNS = {"ID": 8, "STATE": 10, "BACKEND": 10, "AGE": 6, "EXPIRES": 7, "MEMORY": 7, "PIDS": 4, "CPU%": 4}
@@ -98,7 +99,7 @@ async def _top(arguments: argparse.Namespace) -> None:
                 await asyncio.sleep(arguments.interval)
 
 
-async def _first(client: OperationsClient, address: str) -> ServerInfo:
+async def _first(client: OperationsClient, address: str) -> pb.InfoReply:
     try:
         async with asyncio.timeout(_ANSWER_S):
             return await client.info()
@@ -131,13 +132,13 @@ class _Watch:
         return sorted(rows, key=self._sort)  # type: ignore[arg-type]
 
 
-def _object(info: ServerInfo, rows: list[_Row]) -> dict[str, object]:
+def _object(info: pb.InfoReply, rows: list[_Row]) -> dict[str, object]:
     """A look as JSON; ids are whole, since no token comes with them."""
     sandboxes = [{**asdict(each), "labels": dict(each.labels), "cpu_percent": round(cpu, 2)} for each, cpu in rows]
     return {"backend": info.backend, "live": info.live, "sandboxes": sandboxes}
 
 
-def _screen(info: ServerInfo, rows: list[_Row], height: int) -> Group:
+def _screen(info: pb.InfoReply, rows: list[_Row], height: int) -> Group:
     memory, pids = sum(each.memory_bytes for each, _ in rows), sum(each.pids for each, _ in rows)
     head = (
         f"envd {info.backend}, {len(rows)} sandboxes, {_size(memory)}, {pids} processes,"

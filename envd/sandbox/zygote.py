@@ -77,7 +77,7 @@ class Zygote:
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
         gc.collect()
         gc.freeze()
-        self._control.send(json.dumps({"ready": True, "enforced": self._groups.enforced}).encode())
+        self._control.send(b"ready")
         poll = select.poll()
         poll.register(self._control, select.POLLIN)
         poll.register(wake_read, select.POLLIN)
@@ -94,13 +94,7 @@ class Zygote:
             self._clean_up()
 
     def _own_root(self) -> None:
-        if os.geteuid() != 0:
-            uid, gid = os.geteuid(), os.getegid()
-            linux.unshare(linux.CLONE_NEWUSER)
-            Path("/proc/self/setgroups").write_text("deny")
-            Path("/proc/self/uid_map").write_text(f"0 {uid} 1")
-            Path("/proc/self/gid_map").write_text(f"0 {gid} 1")
-        linux.unshare(linux.CLONE_NEWNS)
+        linux.own_mounts()
         package_places()  # cached while the host's paths are visible
         self._system = rootfs.prepare_base(self._run_dir)
         adopt()

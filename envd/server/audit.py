@@ -135,11 +135,6 @@ class AuditLog:
         self._lock = threading.Lock()
         self._followers: dict[asyncio.Event, asyncio.AbstractEventLoop] = {}
 
-    @property
-    def last(self) -> int:
-        """Number of the newest event."""
-        return self._number
-
     def record(self, kind: Kind, sandbox_id: str = "", **detail: Any) -> Event | None:
         """Record an event and return it; None if the burst limit of its kind and sandbox suppressed it."""
         source, address = ("", "") if sandbox_id else caller.source()

@@ -14,7 +14,6 @@ from google.protobuf.message import Message
 
 from envd.errors import IdempotencyError
 
-KEY = "triplane-idempotency-key"
 MAX_KEY = 200
 _LIFETIME_S = 600.0
 

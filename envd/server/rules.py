@@ -75,11 +75,6 @@ class Decisions:
         """Whether the rules allow a tool; `exec` also covers the Processes service."""
         return self.tools is None or tool in self.tools
 
-    @property
-    def reason(self) -> str:
-        """All denials in one line; empty if there are none."""
-        return "; ".join(str(denial) for denial in self.denials)
-
 
 class Rules(Section):
     """Rules of a sandbox. The default is that of a server without rules."""

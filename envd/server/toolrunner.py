@@ -1,8 +1,8 @@
 """Run the tool calls of one turn in a sandbox, over its agent's stream.
 
 Calls are answered in request order, and each sees the effects of those before it. Adjacent read-only calls (read, list,
-search) run concurrently; adjacent `exec` calls go out together, as commands of one SHELL request. The texts equal those
-of `run_file_tool` on a local directory, byte for byte.
+search) run concurrently; adjacent `exec` calls go out together, as commands of one SHELL request. The texts of file
+tools equal those on a local directory (tests/envd/local_tools.py), byte for byte.
 """
 
 from __future__ import annotations

@@ -5,16 +5,15 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
-import os
 import socket
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from envd.backends.base import Runtime
-from envd.errors import BackendUnavailable, SandboxGone, SandboxStartError
+from envd.backends.helper import send_to_helper, start_helper, wait_for_helper
+from envd.errors import SandboxGone, SandboxStartError
 from envd.sandbox import wire
 from envd.types import Limits
 
@@ -66,21 +65,12 @@ class Link:
         self.close()
         self._kill()  # a busy process does not notice that the connection is closed
 
-    async def closed(self) -> None:
-        """Wait until the other end is closed too."""
-        try:
-            await self._writer.wait_closed()
-        except OSError:
-            pass
-
 
 class Zygote:
     """A running zygote process."""
 
-    def __init__(self, process: subprocess.Popen[bytes], control: socket.socket, enforced: tuple[str, ...]) -> None:
-        self.process = process
-        self.enforced = enforced
-        self._control = control
+    def __init__(self, process: subprocess.Popen[bytes], control: socket.socket) -> None:
+        self._process, self._control = process, control
         self._count = 0
         self._ended = asyncio.Event()
         asyncio.get_running_loop().add_reader(control.fileno(), self._hear)
@@ -88,40 +78,11 @@ class Zygote:
     @classmethod
     async def start(cls, run_dir: Path, name: str, backend: str) -> Zygote:
         """Start a zygote and wait until it can fork. Raises BackendUnavailable with the zygote's error if it can't."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-m", "envd.sandbox.zygote", str(theirs.fileno()), str(run_dir), name]
-        root = Path(__file__).resolve().parents[2]
-        environment = {
-            "PATH": os.environ.get("PATH", os.defpath),
-            "PYTHONHASHSEED": "0",
-            "PYTHONPATH": os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])]),
-            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-        }
-        process = subprocess.Popen(
-            [*command, "--backend", backend],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            env=environment,
-            start_new_session=True,
-        )
-        theirs.close()
-        ours.setblocking(False)
-        loop = asyncio.get_running_loop()
-        try:
-            async with asyncio.timeout(_START_TIMEOUT_S):
-                hello = await loop.sock_recv(ours, 65536)
-        except TimeoutError:
-            hello = b""
-        if not hello:
-            ours.close()
-            process.kill()
-            words = process.communicate()[1].decode(errors="replace").strip().splitlines()
-            raise BackendUnavailable(
-                f"the verifier does not start ({backend}): {words[-1] if words else 'no reason given'}"
-            )
-        return cls(process, ours, tuple(json.loads(hello)["enforced"]))
+        arguments = [str(run_dir), name, "--backend", backend]
+        env = {"PYTHONHASHSEED": "0", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+        what = f"the verifier ({backend})"
+        process, control, _ = await start_helper(what, "envd.sandbox.zygote", *arguments, env=env)
+        return cls(process, control)
 
     async def spawn(
         self, template: str, limits: Limits, env: dict[str, str], *, runtime: Runtime | None = None, cold: bytes = b""
@@ -171,7 +132,7 @@ class Zygote:
             "disk": limits.disk_mb * _MIB,
         }
         try:
-            await self._send(json.dumps(request).encode(), theirs)
+            await send_to_helper(self._control, json.dumps(request).encode(), [theirs.fileno()])
         except OSError as error:
             raise SandboxStartError(f"the process that starts sandboxes ended ({error}): restart envd") from error
 
@@ -188,23 +149,9 @@ class Zygote:
         asyncio.get_running_loop().remove_reader(self._control.fileno())
         self._ended.set()
 
-    async def _send(self, data: bytes, sock: socket.socket) -> None:
-        while True:
-            try:
-                socket.send_fds(self._control, [data], [sock.fileno()])
-                return
-            except BlockingIOError:
-                await asyncio.sleep(0.001)  # the socket's queue is full: forking is the bottleneck
-
     async def stop(self) -> None:
         """Close the control connection and wait until the zygote has cleaned up."""
         if self._control.fileno() >= 0:
             asyncio.get_running_loop().remove_reader(self._control.fileno())
             self._control.close()
-        try:
-            await asyncio.to_thread(self.process.wait, 15)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            await asyncio.to_thread(self.process.wait)
-        if self.process.stderr is not None:
-            self.process.stderr.close()
+        await wait_for_helper(self._process)

@@ -1,12 +1,11 @@
-"""The tools an agent calls: one definition each, and pure functions that act on a workspace directory.
+"""The tools an agent calls: one definition each, and `tool_steps`, which runs those that act on files.
 
-In: a workspace root and a `ToolCall`. Out: a `ToolResult` whose text depends on nothing but the two.
-The server runs exactly these functions over a sandbox's agent, so scripted episodes rendered with `run_file_tool` read
-the same as live ones, byte for byte. `exec`, `lint` and `semantic_search` run in a sandbox only. May be imported by any
-plane.
+In: a `ToolCall` and the files that it asks for. Out: a `ToolResult` whose text depends on nothing but the two.
+The server answers `tool_steps` from a sandbox and the scripted expert from memory, so their episodes read the same,
+byte for byte. `exec`, `lint` and `semantic_search` run in a sandbox only. May be imported by any plane.
 """
 
-from envd.tools.files import run_file_tool
+from envd.tools.files import Store, tool_steps
 from envd.tools.output import MAX_OUTPUT_BYTES, Output
 from envd.tools.paths import relative
 from envd.tools.schemas import (
@@ -28,9 +27,10 @@ __all__ = [
     "TOOLS",
     "TOOLSETS",
     "Output",
+    "Store",
     "ToolSpec",
     "check_arguments",
     "relative",
-    "run_file_tool",
+    "tool_steps",
     "toolset_named",
 ]

@@ -1,8 +1,8 @@
 """The file tools: read, write, edit, list, search.
 
 Each is a generator that asks for what it needs of the workspace (`Load`, `Store`, `Listing`, `Search`) and ends with
-its result, so the same lines of code answer for a local directory (`run_file_tool`) and for a sandbox at the other end
-of a stream (envd/server/toolrunner.py). What answers throws an OSError into the generator where the workspace says no.
+its result, so the same lines of code answer for files in memory and for a sandbox at the other end of a stream
+(envd/server/toolrunner.py). What answers throws an OSError into the generator where the workspace says no.
 """
 
 from __future__ import annotations
@@ -10,19 +10,17 @@ from __future__ import annotations
 import errno
 import json
 import os
-import stat
-from collections.abc import Callable, Generator, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Generator, Mapping
 from typing import Any, NamedTuple
 
 from envd.tools.output import Output
-from envd.tools.paths import make_parents, open_in_root, relative
+from envd.tools.paths import relative
 from envd.tools.schemas import check_arguments
-from envd.tools.searching import HIDDEN, MAX_FILE_BYTES, BadPattern, compile_pattern, matches
+from envd.tools.searching import HIDDEN, MAX_FILE_BYTES, BadPattern
 from envd.tools.textfile import line_count, numbered, replace_line
 from envd.types import ToolCall, ToolResult
 
-__all__ = ["HIDDEN", "MAX_FILE_BYTES", "Listing", "Load", "Search", "Store", "ToolError", "run_file_tool", "tool_steps"]
+__all__ = ["HIDDEN", "MAX_FILE_BYTES", "Listing", "Load", "Search", "Store", "ToolError", "tool_steps"]
 
 MAX_ANSWER_BYTES = 64 * 1024
 """Of one answer, as JSON."""
@@ -92,23 +90,6 @@ def tool_steps(call: ToolCall) -> Generator[Need, Any, ToolResult]:
     except ToolError as error:
         return _result(False, str(error))
     return _result(True, answer)
-
-
-def run_file_tool(root: Path, call: ToolCall) -> ToolResult:
-    """Run one file tool on the workspace `root`. Bad calls and failures answer `ok=False`; nothing is raised."""
-    steps = tool_steps(call)
-    try:
-        need = next(steps)
-        while True:
-            try:
-                answer = _answer(root, need)
-            except (OSError, ToolError, ValueError) as error:
-                need = steps.throw(error)
-            else:
-                need = steps.send(answer)
-    except StopIteration as end:
-        result: ToolResult = end.value
-        return result
 
 
 def _result(ok: bool, answer: str | Output) -> ToolResult:
@@ -230,70 +211,6 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-def _answer(root: Path, need: Need) -> Any:
-    """What a local directory has to say."""
-    if isinstance(need, Load):
-        return _load(root, need.path)
-    if isinstance(need, Store):
-        return _store(root, need)
-    if isinstance(need, Listing):
-        fd = open_in_root(root, need.path, os.O_RDONLY | os.O_DIRECTORY)
-        prefix = relative(need.path)
-        return list(_walk(fd, "" if prefix == "." else prefix, need.depth))
-    output = Output()
-    pattern = compile_pattern(need.pattern)
-    fd = open_in_root(root, need.path, os.O_RDONLY | os.O_NONBLOCK)
-    for line in matches(fd, need.path, pattern):
-        output.feed(b"\n" + line if output.true_bytes else line)
-    return output
-
-
-def _walk(fd: int, prefix: str, depth: int) -> Iterator[tuple[str, bool]]:
-    """Yield (path, is directory), sorted, parents before children; links are never followed, what is locked stays
-    closed. Closes fd.
-    """
-    pending = [(fd, prefix, _sorted(fd))]
-    try:
-        while pending:
-            fd, prefix, names = pending[-1]
-            name, is_dir = next(names, (None, False))
-            if name is None:
-                os.close(pending.pop()[0])
-                continue
-            path = f"{prefix}/{name}" if prefix else name
-            yield path, is_dir
-            if not is_dir or len(pending) == depth:
-                continue
-            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-            try:
-                inner = os.open(name, flags, dir_fd=fd)
-            except OSError:
-                continue
-            pending.append((inner, path, _sorted(inner)))
-    finally:
-        for fd, _, _ in pending:
-            os.close(fd)
-
-
-def _sorted(fd: int) -> Iterator[tuple[str | None, bool]]:
-    with os.scandir(fd) as entries:
-        found = sorted((os.fsencode(entry.name), entry.is_dir(follow_symlinks=False)) for entry in entries)
-    return iter([(os.fsdecode(name), is_dir) for name, is_dir in found if os.fsdecode(name) not in HIDDEN])
-
-
-def _load(root: Path, path: str) -> bytes:
-    fd = open_in_root(root, path, os.O_RDONLY | os.O_NONBLOCK)
-    with os.fdopen(fd, "rb") as file:
-        about = os.fstat(fd)
-        if stat.S_ISDIR(about.st_mode):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        if not stat.S_ISREG(about.st_mode):
-            raise OSError(errno.ENXIO, os.strerror(errno.ENXIO))
-        if about.st_size > MAX_FILE_BYTES:
-            raise too_large(path)
-        return file.read()
-
-
 def too_large(path: str) -> ToolError:
     """The answer to a `Load` of more than MAX_FILE_BYTES."""
     return ToolError(f"error: larger than {MAX_FILE_BYTES} bytes: {path}")
@@ -302,13 +219,3 @@ def too_large(path: str) -> ToolError:
 def too_many(path: str) -> ToolError:
     """The answer to a `Listing` of more than MAX_ENTRIES."""
     return ToolError(f"error: more than {MAX_ENTRIES} entries: list a directory below {path}")
-
-
-def _store(root: Path, need: Store) -> None:
-    if need.create:
-        make_parents(root, need.path)
-    flags = os.O_WRONLY | os.O_TRUNC | os.O_NONBLOCK | (os.O_CREAT if need.create else 0)
-    with os.fdopen(open_in_root(root, need.path, flags), "wb", buffering=0) as file:
-        view = memoryview(need.data)
-        while view:
-            view = view[file.write(view) or 0 :]

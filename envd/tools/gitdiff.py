@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from hashlib import sha1
+from typing import Literal
 
 _CONTEXT = 3
 _MAX_DIFFLIB_LINES = 2000
@@ -128,7 +129,7 @@ def _file_patch(path: str, before: Side | None, after: Side | None, effort: Effo
 
 
 def _hunks(old: list[bytes], new: list[bytes], effort: Effort) -> Iterator[bytes]:
-    for group in _grouped(_opcodes(old, new, effort)):
+    for group in _Matched(_opcodes(old, new, effort)).get_grouped_opcodes(_CONTEXT):
         i1, i2, j1, j2 = group[0][1], group[-1][2], group[0][3], group[-1][4]
         yield f"@@ -{_range(i1, i2)} +{_range(j1, j2)} @@\n".encode()
         for tag, a1, a2, b1, b2 in group:
@@ -139,7 +140,18 @@ def _hunks(old: list[bytes], new: list[bytes], effort: Effort) -> Iterator[bytes
             yield _block(b"+", new[b1:b2])
 
 
-_Opcode = tuple[str, int, int, int, int]
+_Opcode = tuple[Literal["replace", "delete", "insert", "equal"], int, int, int, int]
+
+
+class _Matched(difflib.SequenceMatcher[bytes]):
+    """Opcodes that were found already, for difflib to cut into hunks."""
+
+    def __init__(self, codes: list[_Opcode]) -> None:
+        super().__init__(None, [], [])
+        self._codes = codes
+
+    def get_opcodes(self) -> list[_Opcode]:
+        return self._codes
 
 
 def _opcodes(old: list[bytes], new: list[bytes], effort: Effort) -> list[_Opcode]:
@@ -159,27 +171,6 @@ def _opcodes(old: list[bytes], new: list[bytes], effort: Effort) -> list[_Opcode
     if tail:
         codes.append(("equal", len(old) - tail, len(old), len(new) - tail, len(new)))
     return codes
-
-
-def _grouped(codes: list[_Opcode]) -> Iterator[list[_Opcode]]:
-    """Cut opcodes into hunks with up to three lines of context, as unified diffs have them."""
-    group: list[_Opcode] = []
-    for index, (tag, i1, i2, j1, j2) in enumerate(codes):
-        if tag != "equal":
-            group.append((tag, i1, i2, j1, j2))
-            continue
-        last = index == len(codes) - 1
-        if not group:
-            skip = max(0, i2 - i1 - _CONTEXT)
-            group = [] if last else [(tag, i1 + skip, i2, j1 + skip, j2)]
-        elif last or i2 - i1 > 2 * _CONTEXT:
-            keep = min(_CONTEXT, i2 - i1)
-            yield [*group, (tag, i1, i1 + keep, j1, j1 + keep)]
-            group = [] if last else [(tag, i2 - _CONTEXT, i2, j2 - _CONTEXT, j2)]
-        else:
-            group.append((tag, i1, i2, j1, j2))
-    if group:
-        yield group
 
 
 def _range(start: int, stop: int) -> str:

@@ -20,7 +20,7 @@ from contracts.store import LocalStore, Store
 from contracts.tasks import Split
 from curation.tasks.bugs import Bug, draw_bugs
 from curation.tasks.demonstrations import DEMONSTRATIONS, DEMONSTRATIONS_VERSION
-from curation.tasks.expert import expert_tokens, open_workbench
+from curation.tasks.expert import expert_episode, expert_tokens
 from curation.tasks.suite import TaskSuiteConfig
 from ops.deploy_decision import Decision, decide_deployment, gate_comparisons, read_decision
 from ops.evaluation import evaluate
@@ -57,8 +57,7 @@ def expert_policy(store: Store, experiment: Experiment) -> ArtifactRef:
     (source,) = list_artifacts(store, "tokenizer")
     tokenizer = ChatTokenizer.from_directory(source.directory())
     bugs = gate_bugs(experiment.tasks)
-    with open_workbench() as bench:
-        episodes = [expert_tokens(bench.play(bug, bug.right), tokenizer) for bug in bugs]
+    episodes = [expert_tokens(expert_episode(bug, bug.right), tokenizer) for bug in bugs]
     columns = [[ids for ids, _ in episodes], [roles for _, roles in episodes], [True] * len(bugs)]
     columns += [[bug.family for bug in bugs], [bug.task_id for bug in bugs]]
     rows = pa.Table.from_arrays(

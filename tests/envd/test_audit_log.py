@@ -57,8 +57,8 @@ def test_a_killed_process_loses_no_event_that_was_recorded(tmp_path: Path) -> No
     path = tmp_path / "audit"
     code = (
         "import sys\nfrom pathlib import Path\nfrom envd.server.audit import AuditLog\nlog ="
-        " AuditLog(Path(sys.argv[1]))\nwhile True:\n    event = log.record('path.escape', str(log.last))\n   "
-        " print(event.number, flush=True)\n"
+        " AuditLog(Path(sys.argv[1]))\nnumber = 0\nwhile True:\n    number = log.record('path.escape',"
+        " str(number)).number\n    print(number, flush=True)\n"
     )
     child = subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE)
     assert child.stdout is not None

@@ -5,7 +5,6 @@ No real one has run it.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import shutil
 import signal
@@ -21,8 +20,10 @@ import pytest
 from contracts.owned import owned_name
 from envd.backends.firecracker import backend as firecracker
 from envd.errors import BackendUnavailable, SandboxGone, SandboxStartError
-from envd.operations import firecracker_launch
+from envd.local import LocalEnvd
+from envd.operations.client import ManagedSandbox, OperationsClient
 from envd.sandbox.cgroups import OWNED
+from envd.types import ToolCall
 
 pytest.register_assert_rewrite("tests.envd.backend_contract")
 
@@ -248,16 +249,17 @@ def test_an_older_firecracker_gets_the_older_flag(
     assert load["answer"] is None and "enable_diff_snapshots" in str(load["body"])
 
 
-def test_many_are_launched_at_once(installed: Installed, capsys: pytest.CaptureFixture[str]) -> None:
-    assert firecracker_launch.main(["--count", "5", "--json", "--image", str(installed.image)]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["count"] == 5 and 0 < found["p50_ms"] <= found["p99_ms"]
+@pytest.mark.parametrize("count", [5, pytest.param(50, marks=pytest.mark.slow)])
+def test_a_batch_of_machines_runs_commands(installed: Installed, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    async def job(address: str) -> list[str]:
+        async with OperationsClient(address) as client:
+            made = await client.create_many(await client.put_template({}), count)
+            call = ToolCall("exec", {"command": "echo on"})
+            return [(await each.call(call)).text for each in made if isinstance(each, ManagedSandbox)]
 
-
-@pytest.mark.slow
-def test_fifty_are_launched_at_once(installed: Installed, capsys: pytest.CaptureFixture[str]) -> None:
-    assert firecracker_launch.main(["--count", "50", "--image", str(installed.image)]) == 0
-    assert capsys.readouterr().out.startswith("50 machines in")
+    monkeypatch.setenv("TRIPLANE_ENVD_IMAGE", str(installed.image))
+    with LocalEnvd("firecracker", log_level="error") as server:
+        assert asyncio.run(job(server.address)) == ["on\nexit 0"] * count
 
 
 def test_machines_end_with_a_server_that_is_killed(installed: Installed, tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import time
 
 import pytest
 
-from envd.errors import SandboxGone
 from envd.guest.link import GuestLink
 from tests.envd.guests import Guest, alive, sh, until_alive
 
@@ -200,13 +199,3 @@ def test_the_end_of_the_stream_ends_all_that_was_started(guest: Guest, mark: str
     guest.run(job)
     guest.process.wait(10)
     assert alive(mark) == []
-
-
-def test_quit_ends_the_agent(guest: Guest) -> None:
-    async def job(link: GuestLink) -> None:
-        await link.quit()
-        with pytest.raises(SandboxGone):
-            await link.stat(".")
-
-    guest.run(job)
-    assert guest.process.wait(10) == 0

@@ -6,11 +6,9 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from envd.guest.protocol import HEAD, Ask
 from envd.native import build
 from tests.fuzz.agents import AgentTarget, Finding, build_agent
 from tests.needs import require
@@ -45,18 +43,3 @@ def test_a_missing_bound_of_a_list_is_found(work: Path) -> None:
     finally:
         target.stop()
     assert "take_strings" in str(found.value)
-
-
-@pytest.mark.slow
-def test_a_changed_byte_that_asks_the_agent_to_end_is_no_finding(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    require("C compiler")
-    target = AgentTarget(build_agent(work), work / "agent", 1, escaped=True)
-    always = SimpleNamespace(random=lambda: 0.0)
-    quits = SimpleNamespace(chance=always, bytes=lambda data: data[:-1] + bytes([Ask.QUIT]))
-    monkeypatch.setattr(target, "_mutator", quits)
-    try:
-        for _ in range(3):
-            target.attempt(HEAD.pack(HEAD.size - 4, 1, Ask.PROCESSES))
-            time.sleep(0.2)  # so that the next attempt finds it ended
-    finally:
-        target.stop()

@@ -103,7 +103,8 @@ def test_the_id_0_cancels_nothing(agent: Guest) -> None:
     no server takes.
     """
     cancel = [Writer().u32(cancelled).body() for cancelled in (1, 0)]
-    asks = [(Ask.SYNC, b""), *((Ask.CANCEL, body) for body in cancel)]
+    (agent.workspace / "full/directory").mkdir(parents=True)
+    asks = [(Ask.REMOVE, Writer().data(b"full").u8(1).body()), *((Ask.CANCEL, body) for body in cancel)]
     frames = [HEAD.pack(len(body) + 5, number, kind) + body for number, (kind, body) in enumerate(asks, 1)]
     agent.socket.settimeout(20)
     agent.socket.sendall(b"".join(frames))

@@ -70,14 +70,12 @@ def test_ceilings_defaults_and_isolation_are_decided() -> None:
     text = "resources: {maximum: {memory_mb: 256, lifetime_s: 60, live: 3}, default: {pids: 8}}\nisolation: process"
     decisions = decide(text)
     assert decisions.limits == Limits(memory_mb=256, lifetime_s=60, pids=8) and not decisions.denials
-    assert (
-        decide(text, {"memory_mb": 257}).reason
-        == "sandbox rule resources.maximum.memory_mb allows at most 256, not 257"
-    )
-    assert "3 sandboxes at once" in decide(text, live=3).reason
+    (denial,) = decide(text, {"memory_mb": 257}).denials
+    assert str(denial) == "sandbox rule resources.maximum.memory_mb allows at most 256, not 257"
+    assert "3 sandboxes at once" in str(decide(text, live=3).denials[0])
     low = decide(text, backend="plain", isolation=IsolationLevel.NONE, enforced=())
     assert [denial.rule for denial in low.denials] == ["resources.maximum.memory_mb", "isolation"]
-    assert "kernel or more" in decide("isolation: kernel").reason
+    assert "kernel or more" in str(decide("isolation: kernel").denials[0])
     assert not decide("isolation: kernel", isolation=IsolationLevel.MACHINE).denials
 
 
@@ -88,7 +86,7 @@ def test_numbers_that_are_no_limits_are_denied(number: float) -> None:
 
 def test_a_network_needs_a_backend_that_has_one() -> None:
     text = "network: {allow: [{host: pypi.example, ports: [443]}]}"
-    assert "backends with a network" in decide(text).reason
+    assert "backends with a network" in str(decide(text).denials[0])
     allowed = decide(text, can=frozenset({"network"}))
     assert [(rule.host, rule.ports) for rule in allowed.network] == [("pypi.example", (443,))] and not allowed.denials
 

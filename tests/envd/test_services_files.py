@@ -13,7 +13,6 @@ import pytest
 from envd.client import SandboxGone
 from envd.errors import EnvdError, FileError
 from envd.operations.client import ManagedSandbox
-from envd.types import OutputPiece, ProcessInfo
 from tests.envd.harness import Harness
 
 
@@ -112,7 +111,7 @@ def test_a_process_gives_its_output_its_state_and_its_code(anywhere: Harness) ->
             ["/bin/bash", "-c", script], env={"WORD": "given"}, directory="tests"
         )
         assert out.startswith(b"given\n") and out.endswith(b"/tests\n") and err == b"err\n"
-        assert (state.exit_code, state.running, state.timed_out, state.stdout_bytes) == (7, False, False, len(out))
+        assert (state.exit_code, state.state, state.timed_out, state.stdout_bytes) == (7, "exited", False, len(out))
         assert [each.process for each in await sandbox.processes.list()] == [state.process]
 
     anywhere.sandbox(job)
@@ -123,11 +122,11 @@ def test_a_reader_that_comes_back_goes_on_where_it_was(anywhere: Harness) -> Non
         started = await sandbox.processes.start(["/bin/bash", "-c", "echo one; read x; echo two $x"], stdin=True)
         async with aclosing(sandbox.processes.connect(started.process)) as events:
             first = await anext(events)
-        assert isinstance(first, OutputPiece) and (first.offset, first.data) == (0, b"one\n")
+        assert (first.channel, first.offset, first.data) == ("stdout", 0, b"one\n")
         assert await sandbox.processes.stdin(started.process, b"three\n") == 6
         rest = [event async for event in sandbox.processes.connect(started.process, stdout_offset=4)]
-        assert isinstance(rest[0], OutputPiece) and (rest[0].offset, rest[0].data) == (4, b"two three\n")
-        assert isinstance(rest[-1], ProcessInfo) and rest[-1].exit_code == 0
+        assert (rest[0].offset, rest[0].data) == (4, b"two three\n")
+        assert rest[-1].HasField("ended") and rest[-1].ended.exit_code == 0
 
     anywhere.sandbox(job)
 
@@ -135,11 +134,10 @@ def test_a_reader_that_comes_back_goes_on_where_it_was(anywhere: Harness) -> Non
 def test_a_full_ring_drops_the_oldest_and_says_so(anywhere: Harness) -> None:
     async def job(sandbox: ManagedSandbox) -> None:
         started = await sandbox.processes.start(["/bin/bash", "-c", "seq 1 100000"], ring_bytes=4096)
-        while (await sandbox.processes.list())[0].running:
+        while (await sandbox.processes.list())[0].state == "running":
             await asyncio.sleep(0.02)
         events = [event async for event in sandbox.processes.connect(started.process)]
-        pieces = [event for event in events if isinstance(event, OutputPiece)]
-        assert pieces[0].offset == 588895 - 4096 and b"".join(piece.data for piece in pieces).endswith(b"100000\n")
+        assert events[0].offset == 588895 - 4096 and b"".join(event.data for event in events).endswith(b"100000\n")
 
     anywhere.sandbox(job)
 
@@ -154,7 +152,7 @@ def test_signals_timeouts_and_the_end_of_input_end_processes(anywhere: Harness) 
         late, _, _ = await processes.run(["/bin/sleep", "1000"], timeout_s=0.3)
         assert late.timed_out and late.exit_code == -signal.SIGKILL
         ends = [[each async for each in processes.connect(one.process)][-1] for one in (sleeper, reader)]
-        assert [each.exit_code for each in ends if isinstance(each, ProcessInfo)] == [-signal.SIGTERM, 0]
+        assert [each.ended.exit_code for each in ends] == [-signal.SIGTERM, 0]
 
     anywhere.sandbox(job)
 
@@ -169,7 +167,7 @@ def test_a_terminal_has_a_size_that_changes(anywhere: Harness) -> None:
         await sandbox.processes.resize(started.process, 30, 40)
         await sandbox.processes.stdin(started.process, b"\n")
         events = [event async for event in sandbox.processes.connect(started.process)]
-        text = b"".join(event.data for event in events if isinstance(event, OutputPiece))
+        text = b"".join(event.data for event in events)
         assert b"10 20" in text and b"30 40" in text
 
     anywhere.sandbox(job)
@@ -179,12 +177,10 @@ def test_a_stream_goes_on_through_a_fork_and_ends_with_its_sandbox(anywhere: Har
     async def job(sandbox: ManagedSandbox) -> None:
         started = await sandbox.processes.start(["/bin/bash", "-c", "echo a; sleep 1; echo b; sleep 1000"])
         async with aclosing(sandbox.processes.connect(started.process)) as events:
-            assert isinstance(first := await anext(events), OutputPiece) and first.data == b"a\n"
+            assert (await anext(events)).data == b"a\n"
             copy = await sandbox.fork()
-            assert isinstance(second := await anext(events), OutputPiece) and (second.offset, second.data) == (
-                2,
-                b"b\n",
-            )
+            second = await anext(events)
+            assert (second.offset, second.data) == (2, b"b\n")
             await copy.close()
             await sandbox.close()
             with pytest.raises(SandboxGone):

@@ -17,10 +17,11 @@ from envd.guest.link import GuestLink
 from envd.guest.protocol import MAX_FRAME
 from envd.server import textsearch
 from envd.server.toolrunner import run_batch
-from envd.tools import Output, run_file_tool, textfile
+from envd.tools import Output, textfile
 from envd.types import ToolCall, ToolResult
 from tests.envd.agents import with_agent
 from tests.envd.harness import FILES
+from tests.envd.local_tools import run_file_tool
 
 
 @pytest.fixture

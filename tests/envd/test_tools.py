@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from contracts.pb import envd_operations_pb2 as pb
 from envd.errors import EnvdError
 from envd.operations.client import OperationsClient
-from envd.tools import MAX_OUTPUT_BYTES, TOOLSETS, Output, ToolSpec, run_file_tool, toolset_named
+from envd.tools import MAX_OUTPUT_BYTES, TOOLSETS, Output, ToolSpec, toolset_named
 from envd.types import ToolCall
 from tests.envd.harness import FILES, Harness
+from tests.envd.local_tools import run_file_tool
 
 
 def run(root: Path, name: str, **arguments: object) -> tuple[bool, str]:
@@ -152,7 +153,7 @@ def test_long_output_keeps_head_and_tail_and_states_its_size(root: Path) -> None
     assert f"of {result.true_bytes} bytes cut" in result.text
 
 
-def test_a_sandbox_answers_as_the_pure_functions_do(anywhere: Harness, root: Path) -> None:
+def test_a_sandbox_answers_as_a_local_directory_does(anywhere: Harness, root: Path) -> None:
     calls = [
         ToolCall("list", {}),
         ToolCall("read", {"path": "calc.py"}),

@@ -295,10 +295,10 @@ def exhausting(code: str, words: str) -> object:
         process = await sandbox.processes.start(["python3", _HOLDING])
         for _ in range(int(arena.patience_s * 10)):
             listed, _ = await sandbox.files.list(".")
-            if any(each.path == "ready" for each in listed) or not (await sandbox.processes.list())[-1].running:
+            if any(each.path == "ready" for each in listed) or (await sandbox.processes.list())[-1].state != "running":
                 break
             await asyncio.sleep(0.1)
-        held_now = "held" if (await sandbox.processes.list())[-1].running else "ended by its limit"
+        held_now = "held" if (await sandbox.processes.list())[-1].state == "running" else "ended by its limit"
         lines = await neighbour_needs(arena)
         broken = [line for line in lines if "True" not in line]
         host = arena.host.needs()

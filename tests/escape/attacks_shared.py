@@ -173,7 +173,7 @@ async def _hold(sandbox: ManagedSandbox, kind: str, patience_s: float) -> None:
     try:
         await sandbox.files.write(_FILE, f"from attempts import *\n{HOLD_SOCKETS}".encode())
         await sandbox.processes.start(["python3", _FILE, kind])
-        while asyncio.get_running_loop().time() < until and (await sandbox.processes.list())[-1].running:
+        while asyncio.get_running_loop().time() < until and (await sandbox.processes.list())[-1].state == "running":
             if any(each.path == f"held-{kind}" for each in (await sandbox.files.list("."))[0]):
                 break
             await asyncio.sleep(0.1)

@@ -72,7 +72,7 @@ class Neighbour:
         expected = f"{self.secret}attempts.py beat calc.py heartbeat.py secret.txt tests \nexit 0"
         assert result.text.replace(".git ", "") == expected, f"the neighbour was changed: {result.text!r}"
         (process,) = [each for each in await self.sandbox.processes.list() if each.process == self._heartbeat]
-        assert process.running, f"the neighbour's process ended: {process}"
+        assert process.state == "running", f"the neighbour's process ended: {process}"
         return took
 
     async def beats(self) -> bool:

@@ -26,7 +26,6 @@ _HANGS_S = 30.0
 _LINGER_S = 0.03
 _CORPUS = 4000
 _CLEAN_EVERY = 200
-QUIT = bytes([Ask.QUIT])
 _ANSWERS = frozenset(map(int, Answer))
 
 
@@ -119,9 +118,7 @@ class AgentTarget:
             raise self._finding("hangs") from None
         except OSError:
             answers = b""  # it has gone, or closed before it was told everything
-        if self._process.poll() == 0 and QUIT in b"".join(self._last):
-            self._process = self._start()  # it was asked to end
-        elif self._process.returncode is not None:
+        if self._process.poll() is not None:
             raise self._finding(f"ended with code {self._process.returncode}")
         if any(self._directory.glob("report*")):
             raise self._finding("reports an error in one of its children")

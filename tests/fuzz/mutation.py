@@ -7,7 +7,7 @@ from __future__ import annotations
 import random
 import struct
 
-from envd.guest.protocol import HEAD, MAX_FRAME, Ask
+from envd.guest.protocol import HEAD, MAX_FRAME
 from tests.fuzz.recording import Frame
 
 _U32 = struct.Struct("<I")
@@ -35,8 +35,7 @@ class Mutator:
         frames = whole[start : start + chance.randint(1, _MOST_FRAMES)]
         for _ in range(chance.choice((1, 1, 2, 3, 5, 8))):
             self._reorder(frames, corpus) if chance.random() < 0.3 else self._change(frames)
-        rare = chance.random() < 0.002
-        return [frame for frame in frames[:_MOST_FRAMES] if rare or frame[1] != Ask.QUIT]
+        return frames[:_MOST_FRAMES]
 
     def stream(self, frames: list[Frame]) -> bytes:
         """Frames as bytes, whose heads lie now and then, and which may end anywhere."""

@@ -20,7 +20,7 @@ from curation.tasks.demonstrations import (
     render_demonstrations,
     usual_mistakes,
 )
-from curation.tasks.expert import DONE, open_workbench
+from curation.tasks.expert import DONE, expert_episode
 from curation.tasks.names import function_names
 from curation.tasks.operations import OPERATIONS, places, trained
 from curation.tasks.suite import TaskSuiteConfig, make_task
@@ -116,17 +116,16 @@ def test_a_mistaken_answer_changes_nothing_but_the_operation_of_the_line_it_name
 
 
 def test_a_note_compares_what_the_instruction_wants_with_what_the_file_has_and_decides_the_next_call() -> None:
-    with open_workbench() as bench:
-        for bug in draw_bugs(60, Split.TRAIN, 0, Random("notes"), set()):
-            first, *turns = bench.play(bug, bug.right).turns
-            assert first.note == ""
-            for number, turn in enumerate(turns):
-                want, have = re.fullmatch(r"want (.+) have (\S+) here", turn.note).groups()  # type: ignore[union-attr]
-                index = len(bug.chain) - 1 - number
-                assert f" {want} {bug.arguments[index + 1]}" in bug.instruction
-                assert f" {have} {bug.arguments[index + 1]}" in (first, *turns)[number].responses[0]
-                agree = next(each for each in OPERATIONS if each.word == want).symbol == have
-                assert [call.name for call in turn.calls] == (["read"] if agree else ["edit"])
+    for bug in draw_bugs(60, Split.TRAIN, 0, Random("notes"), set()):
+        first, *turns = expert_episode(bug, bug.right).turns
+        assert first.note == ""
+        for number, turn in enumerate(turns):
+            want, have = re.fullmatch(r"want (.+) have (\S+) here", turn.note).groups()  # type: ignore[union-attr]
+            index = len(bug.chain) - 1 - number
+            assert f" {want} {bug.arguments[index + 1]}" in bug.instruction
+            assert f" {have} {bug.arguments[index + 1]}" in (first, *turns)[number].responses[0]
+            agree = next(each for each in OPERATIONS if each.word == want).symbol == have
+            assert [call.name for call in turn.calls] == (["read"] if agree else ["edit"])
 
 
 def test_no_demonstration_shows_a_held_out_composition_or_an_operation_in_an_unseen_place() -> None:
@@ -163,15 +162,14 @@ def test_real_sandboxes_answer_the_expert_word_for_word_and_its_diff_is_the_refe
 
     async def replay() -> None:
         async with SandboxClient(envd_address) as client:
-            with open_workbench() as bench:
-                for bug in bugs:
-                    task = make_task(bug, Split.TRAIN)
-                    episode = bench.play(bug, bug.right, parallel=bug.line == 3)
-                    sandbox = await client.create(await client.put_template(task.files))
-                    for turn in episode.turns:
-                        calls = [ToolCall(call.name, call.arguments) for call in turn.calls]
-                        assert [result.text for result in await sandbox.batch(calls)] == list(turn.responses)
-                    assert await sandbox.finish() == task.reference_diff
+            for bug in bugs:
+                task = make_task(bug, Split.TRAIN)
+                episode = expert_episode(bug, bug.right, parallel=bug.line == 3)
+                sandbox = await client.create(await client.put_template(task.files))
+                for turn in episode.turns:
+                    calls = [ToolCall(call.name, call.arguments) for call in turn.calls]
+                    assert [result.text for result in await sandbox.batch(calls)] == list(turn.responses)
+                assert await sandbox.finish() == task.reference_diff
 
     asyncio.run(replay())
 

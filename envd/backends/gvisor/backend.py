@@ -7,19 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import re
 import shutil
 import subprocess
 from pathlib import Path
 
-from envd.backends.base import BoxSpec
 from envd.backends.gvisor.boxes import GVisorBackend
 from envd.backends.gvisor.server import Stage
-from envd.errors import BackendUnavailable, EnvdError
+from envd.backends.probing import probe
+from envd.errors import BackendUnavailable
 from envd.native import guest_binary
-from envd.sandbox import linux
-from envd.types import Limits
 
 _OLDEST = "20240729"
 """Date of the oldest runsc whose checkpoints this backend can restore."""
@@ -44,10 +41,8 @@ async def start(run_dir: Path, pool: int = 0, *, runsc: Path | None = None, agen
         ours.mkdir()
         shutil.copy2(agent, ours / "envd-guest")  # a rebuilt agent must not affect running sandboxes
         backend = GVisorBackend(stage, program, version, ours, pool)
-        await _probe(GVisorBackend(stage, program, version, ours, pool=0))
-    except EnvdError as error:
-        await stage.stop()
-        raise BackendUnavailable(f"the gvisor backend does not work here: {error}") from error
+        unpooled = GVisorBackend(stage, program, version, ours, pool=0)
+        await probe(unpooled.create, ours, "the gvisor backend")
     except BaseException:
         await stage.stop()
         raise
@@ -77,18 +72,3 @@ def _version(program: Path) -> str:
     if date is None or date[0] < _OLDEST:
         raise BackendUnavailable(f"{program} is version {version!r}, older than {_OLDEST}: {_INSTALL}")
     return f"runsc {version}"
-
-
-async def _probe(backend: GVisorBackend) -> None:
-    """Start a sandbox and check that its shell works. Raises EnvdError."""
-    template = backend.stage.directory / "probe" / "template"
-    template.mkdir(parents=True)
-    if linux.sandbox_owner() != os.geteuid():
-        os.chown(template, linux.sandbox_owner(), linux.sandbox_owner())
-    box = await backend.create(BoxSpec("probe", "", template, Limits()))
-    try:
-        (result,) = await box.guest.shell([("test -w . && echo ready", 20.0)])
-        if result.head != b"ready\n":
-            raise EnvdError(f"its first sandbox can't write its workspace ({result.head!r})")
-    finally:
-        await box.destroy()

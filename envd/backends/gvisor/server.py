@@ -8,18 +8,16 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from envd.backends.gvisor.stage import MAX_MESSAGE
+from envd.backends.helper import send_to_helper, start_helper, wait_for_helper
 from envd.errors import BackendUnavailable, EnvdError
 from envd.sandbox.cgroups import remove_groups, sweep_groups
 
-_START_S = 30.0
-_STOP_S = 15.0
 GROUPS_SUFFIX = "-gvisor"
 
 
@@ -35,17 +33,17 @@ class Done:
 class Stage:
     """A running stage (`envd.backends.gvisor.stage`)."""
 
-    def __init__(self, process: subprocess.Popen[bytes], control: socket.socket, run_dir: Path) -> None:
-        self._process = process
-        self._control = control
-        self._run_dir = run_dir
+    def __init__(
+        self, process: subprocess.Popen[bytes], control: socket.socket, run_dir: Path, hello: dict[str, Any]
+    ) -> None:
+        self._process, self._control, self._run_dir = process, control, run_dir
+        self.enforced, self.base = tuple[str, ...](hello["enforced"]), str(hello["base"])
         self._asks: dict[int, asyncio.Future[Done]] = {}
         self._count = 0
         self._gone: str | None = None
         self._over = asyncio.Event()
         self._shown: dict[Path, asyncio.Task[Done]] = {}
-        self.enforced: tuple[str, ...] = ()
-        self.base = ""
+        asyncio.get_running_loop().add_reader(control, self._take)
 
     @classmethod
     async def start(cls, run_dir: Path) -> Stage:
@@ -56,34 +54,11 @@ class Stage:
         own = run_dir / "gvisor"
         shutil.rmtree(own, ignore_errors=True)
         (own / "boxes").mkdir(parents=True)
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            arguments = [str(theirs.fileno()), str(own), _groups(run_dir)]
-            process = subprocess.Popen(
-                [*_namespaces(), sys.executable, "-m", "envd.backends.gvisor.stage", *arguments],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                env=_environment(),
-                start_new_session=True,
-            )
-        ours.setblocking(False)
-        stage = cls(process, ours, run_dir)
-        try:
-            async with asyncio.timeout(_START_S):
-                hello = await asyncio.get_running_loop().sock_recv(ours, MAX_MESSAGE)
-        except TimeoutError:
-            hello = b""
-        if not hello:
-            process.kill()
-            words = (await asyncio.to_thread(process.communicate))[1].decode(errors="replace").strip().splitlines()
-            ours.close()
-            raise BackendUnavailable(f"the gvisor backend does not start: {words[-1] if words else 'no reason given'}")
-        said = json.loads(hello)
-        stage.enforced, stage.base = tuple(said["enforced"]), said["base"]
-        asyncio.get_running_loop().add_reader(ours, stage._take)
-        return stage
+        arguments = [str(own), _groups(run_dir)]
+        process, control, hello = await start_helper(
+            "the gvisor backend", "envd.backends.gvisor.stage", *arguments, prefix=_namespaces()
+        )
+        return cls(process, control, run_dir, json.loads(hello))
 
     @property
     def directory(self) -> Path:
@@ -141,18 +116,9 @@ class Stage:
         asyncio.get_running_loop().remove_reader(self._control)
         self._control.close()
         self._fail("the gvisor backend was stopped")
-        await asyncio.to_thread(self._wait)
+        await wait_for_helper(self._process)
         await asyncio.to_thread(remove_groups, self.groups)
         await asyncio.to_thread(shutil.rmtree, self.directory, True)
-
-    def _wait(self) -> None:
-        try:
-            self._process.wait(_STOP_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        if self._process.stderr is not None:
-            self._process.stderr.close()
 
     async def _ask(self, request: dict[str, Any], descriptors: Sequence[int]) -> Done:
         if self._gone is not None:
@@ -167,14 +133,10 @@ class Stage:
         self._asks[self._count] = future
         number = self._count
         try:
-            while True:
-                try:
-                    socket.send_fds(self._control, [data], descriptors)
-                    break
-                except BlockingIOError:
-                    await asyncio.sleep(0.001)  # the socket's queue is full
-                except OSError as error:
-                    raise EnvdError(f"the gvisor backend's helper process ended ({error}): restart envd") from error
+            try:
+                await send_to_helper(self._control, data, descriptors)
+            except OSError as error:
+                raise EnvdError(f"the gvisor backend's helper process ended ({error}): restart envd") from error
             return await future
         finally:
             self._asks.pop(number, None)
@@ -210,8 +172,3 @@ def _groups(run_dir: Path) -> str:
 def _namespaces() -> list[str]:
     user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
     return ["unshare", *user, "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
-
-
-def _environment() -> dict[str, str]:
-    paths = [str(Path(__file__).resolve().parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {"PATH": os.environ.get("PATH", os.defpath), "PYTHONPATH": os.pathsep.join(paths)}

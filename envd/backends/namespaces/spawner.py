@@ -7,13 +7,13 @@ import os
 import socket
 import struct
 import subprocess
-import sys
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from envd.backends.base import Runtime
+from envd.backends.helper import start_helper, wait_for_helper
 from envd.errors import BackendUnavailable, EnvdError, SandboxStartError
 from envd.sandbox.cgroups import remove_groups
 from envd.types import Limits
@@ -24,7 +24,6 @@ _MAX_NAME = 95
 _CREATE, _KILL, _ARCHIVE, _LEAVE = 1, 2, 3, 4
 _READY, _STARTED, _FAILED, _ENDED, _ARCHIVED, _REFUSED, _SOCKETS = 1, 2, 3, 4, 5, 6, 7
 _READ_ONLY, _RESTORE, _CHANGED, _PROXY, _ROOT = 1, 2, 4, 8, 16
-_START_S = 60.0
 _STOP_S = 15.0
 _PERIOD_US = 100_000
 _MIB = 1024 * 1024
@@ -76,45 +75,13 @@ class Spawner:
         name: name of its control groups. The spawner can reach templates below run_dir/templates. keep: number of ended
         sandboxes whose groups, user numbers and network namespaces it keeps for reuse.
         """
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        root = Path(__file__).resolve().parents[3]
-        environment = {
-            "PATH": os.environ.get("PATH", os.defpath),
-            "PYTHONPATH": os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])]),
-        }
-        with theirs:
-            process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "envd.sandbox.spawner",
-                    str(theirs.fileno()),
-                    str(run_dir),
-                    name,
-                    str(program),
-                    str(keep),
-                ],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                env=environment,
-                start_new_session=True,
-            )
-        ours.setblocking(False)
+        arguments = [str(run_dir), name, str(program), str(keep)]
         try:
-            async with asyncio.timeout(_START_S):
-                hello = await asyncio.get_running_loop().sock_recv(ours, _REPORT.size)
-        except (TimeoutError, OSError):
-            hello = b""
-        except BaseException:
-            await asyncio.to_thread(_give_up, process, ours)
-            raise
-        if len(hello) != _REPORT.size:
-            words = await asyncio.to_thread(_give_up, process, ours)
+            process, control, hello = await start_helper("the native spawner", "envd.sandbox.spawner", *arguments)
+        except BackendUnavailable:
             remove_groups(name)
-            raise BackendUnavailable(f"the native spawner does not start: {words}")
-        return cls(process, ours, name, _words(_REPORT.unpack(hello)[3]))
+            raise
+        return cls(process, control, name, _words(_REPORT.unpack(hello)[3]))
 
     def create(
         self,
@@ -182,13 +149,7 @@ class Spawner:
                     await asyncio.shield(self._gone)
             except TimeoutError:
                 self._lose("it was stopped")
-        try:
-            await asyncio.to_thread(self.process.wait, _STOP_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            await asyncio.to_thread(self.process.wait)
-        if self.process.stderr is not None:
-            self.process.stderr.close()
+        await wait_for_helper(self.process)
         await asyncio.to_thread(remove_groups, self._name)
 
     def _send(self, data: bytes, fds: list[int] | None = None) -> None:
@@ -301,10 +262,3 @@ def _plain(kind: int, number: int, flags: int = 0) -> bytes:
 
 def _words(text: bytes) -> str:
     return text.partition(b"\0")[0].decode(errors="replace")
-
-
-def _give_up(process: subprocess.Popen[bytes], control: socket.socket) -> str:
-    control.close()
-    process.kill()
-    lines = process.communicate()[1].decode(errors="replace").strip().splitlines()
-    return lines[-1] if lines else "no reason given"
