@@ -80,7 +80,7 @@ class Fuzz:
         self._address, self._pid, self._options = address, pid, options
         self._sandboxes: list[ManagedSandbox] = []
         self._template = ""
-        self.sent = self.hung = self.checks = self.log_bytes = 0
+        self.sent = self.answered = self.hung = self.checks = self.log_bytes = 0
         self.codes: Counter[str] = Counter()
         self.surprises: Counter[str] = Counter()
         self.failures: list[str] = []
@@ -113,7 +113,7 @@ class Fuzz:
         warm, *later = self._memory or [0]
         metrics = {
             "requests": float(self.sent),
-            "requests_missing": float(self._options.requests - self.sent),
+            "requests_missing": float(self._options.requests - self.answered),
             "unhandled_errors": float(self.surprises.total()),
             "server_deaths": float(died),
             "control_checks": float(self.checks),
@@ -153,30 +153,35 @@ class Fuzz:
                 if self.sent == _WARM or self.sent % 2000 == 0:
                     self._memory.append(_resident(self._pid))
                 way = chance.random()
+                answered = True  # a broken connection and a lying guest get no answer
                 if way < _SOCKETS:
                     await self._break_connection(chance)
                 elif way < _SOCKETS + _GUESTS:
                     await self._lie(chance)
                 else:
                     known = Known([each.handle for each in self._sandboxes], self._template)
-                    await self._send(client, channel, hostile_request(chance, known), chance)
+                    answered = await self._send(client, channel, hostile_request(chance, known), chance)
+                self.answered += answered
                 if chance.random() < 0.05:
                     await self._replace(client, chance.randrange(len(self._sandboxes)))
 
     async def _send(
         self, client: OperationsClient, channel: grpc.aio.Channel, request: Hostile, chance: random.Random
-    ) -> None:
+    ) -> bool:
+        """Send a request. Returns whether the server answered."""
         code, words = await send(channel, request, chance)
         self.codes[code] += 1
         if words:
             self.surprises[f"{request.path}: {words}"] += 1
-        if (
+        hung = (
             code == "DEADLINE_EXCEEDED"
             and not request.path.endswith(_PATIENT)
             and not await self._waits(client, request)
-        ):
+        )
+        if hung:
             self.hung += 1
             self.surprises[f"{request.path} hung"] += 0
+        return not hung and code != "UNAVAILABLE"
 
     async def _waits(self, client: OperationsClient, request: Hostile) -> bool:
         """Whether the request's sandbox was paused meanwhile: it then replies only after it resumes."""

@@ -2,8 +2,8 @@
 over.
 
 The seed determines the victim of each kill and the number of sandboxes before it. After a kill of the server or its
-spawner, the server is started again on the same directory. This process adopts orphans, so that processes without a
-parent are counted, too.
+spawner, the server is started again on the same directory; only until it serves may sandboxes be lost. This process
+adopts orphans, so that processes without a parent are counted, too.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from rich.progress import Progress
 
 from benchmarks.envd_leftovers import Leftovers, adopt_orphans, descriptors, keep, look, settled
 from benchmarks.envd_soak_client import LIFETIME_S
+from benchmarks.envd_soak_reports import Reports
 from benchmarks.result import Options, Result
 from contracts.owned import owned_directory
 from envd.errors import EnvdError
@@ -92,8 +93,8 @@ class _Soak:
         self._clients: list[subprocess.Popen[str]] = []
         self._client_number = 0
         self.pids: set[int] = set()
-        self.said: Counter[str] = Counter()
-        self.wrong: list[str] = []
+        self.reports = Reports()
+        self.said = self.reports.said
         self.kills: Counter[str] = Counter()
         self.failed_restarts = self.sandboxes_left = self.descriptors_left = self.planned_kills = 0
         self._held_before = 0
@@ -127,7 +128,7 @@ class _Soak:
         self._clients = []
         self._keep_serving()
         deadline = time.monotonic() + LIFETIME_S + _PATIENCE_S
-        while (live := asyncio.run(_live(self._address))) and time.monotonic() < deadline:
+        while (live := self._live()) and time.monotonic() < deadline:
             time.sleep(0.5)
         self.sandboxes_left = live
         while (more := self._held() - self._held_before) > 0 and time.monotonic() < deadline:
@@ -167,7 +168,7 @@ class _Soak:
             "seconds": time.monotonic() - self._begin,
         }
         notes = [f"{kind} left: {', '.join(sorted(map(str, found))[:5])}" for kind, found in kinds.items() if found]
-        return Result(metrics, notes=[*notes, *self.wrong[:5]])
+        return Result(metrics, notes=[*notes, *self.reports.wrong[:5]])
 
     def _plan(self) -> list[tuple[int, str]]:
         """Pairs (number of sandboxes before the kill, victim): all before the end, each kind at least once if
@@ -181,6 +182,8 @@ class _Soak:
 
     def _keep_serving(self) -> None:
         if self._server is None or self._server.poll() is not None:
+            if self._server is not None and not self.reports.killed:
+                self.reports.fault(f"a server ended by itself with code {self._server.returncode}")
             self._start_server()
 
     def _keep_running(self) -> None:
@@ -201,6 +204,8 @@ class _Soak:
             if not found:
                 return False
             target = found[0]
+        if victim != "client":
+            self.reports.kill()
         os.kill(target, signal.SIGKILL)
         self.kills[victim] += 1
         if victim == "spawner":
@@ -224,6 +229,7 @@ class _Soak:
         if limits != self._limits:
             self._failed(f"a restarted server limits {sorted(limits)}, the first limited {sorted(self._limits)}")
             return
+        self.reports.serve()
         deadline = time.monotonic() + 5  # the pool fills
         self._held_before = held = 0
         while time.monotonic() < deadline and (held != self._held_before or not held):
@@ -233,8 +239,16 @@ class _Soak:
     def _failed(self, why: str) -> None:
         assert self._server is not None
         self.failed_restarts += 1
-        self.wrong.append(why[:300])
+        self.reports.wrong.append(why[:300])
         _end(self._server)
+
+    def _live(self) -> int:
+        """Number of sandboxes; 1 if the server does not answer."""
+        try:
+            return asyncio.run(_live(self._address))
+        except EnvdError:
+            self._keep_serving()
+            return 1
 
     def _held(self) -> int:
         """Number of descriptors of the server and its spawner."""
@@ -246,20 +260,11 @@ class _Soak:
         seed = self._options.seed * 10_000 + self._client_number
         command = [sys.executable, "-m", "benchmarks.envd_soak_client", self._address, str(seed)]
         client = subprocess.Popen(
-            command, env=self._environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            command, env=self._environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
         keep(client.pid)
         self._clients.append(client)
-        threading.Thread(target=self._listen, args=(client,), daemon=True).start()
-
-    def _listen(self, client: subprocess.Popen[str]) -> None:
-        assert client.stdout is not None
-        with client.stdout as lines:
-            for line in lines:
-                kind, _, words = line.strip().partition(" ")
-                self.said[kind] += 1
-                if words:
-                    self.wrong.append(words)
+        threading.Thread(target=self.reports.listen, args=(client,), daemon=True).start()
 
 
 async def _first_sandbox(address: str) -> frozenset[str]:

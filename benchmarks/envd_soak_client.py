@@ -1,8 +1,8 @@
 """One client of the soak, a process that may be killed at any instant: `python -m benchmarks.envd_soak_client ADDRESS
 SEED`.
 
-It writes one line per sandbox to standard output: `done`, `lost` (the server or the sandbox ended meanwhile), or
-`wrong` and the error.
+It writes one line per sandbox to standard output: `done`, `wrong` and what was wrong, or that it was lost to an error
+(`benchmarks.envd_soak_reports`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,10 @@ from __future__ import annotations
 import asyncio
 import random
 import sys
+import time
+from collections.abc import Callable
 
+from benchmarks.envd_soak_reports import report_error
 from envd.client import Limits
 from envd.errors import EnvdError, FileError
 from envd.operations.client import ManagedSandbox, OperationsClient
@@ -18,12 +21,14 @@ from envd.types import ToolCall
 
 LIFETIME_S = 15.0
 """Lifetime after which sandboxes of a killed client end."""
+RETRY_S = 0.1
+"""Time from an error to the next connection."""
 _AT_ONCE = 4
 _LIMITS = Limits(memory_mb=128, pids=32, lifetime_s=LIFETIME_S)
 
 
 async def live_once(client: OperationsClient, template: str, chance: random.Random, number: int) -> str:
-    """Use one sandbox from creation to end. Returns the line to report."""
+    """Use one sandbox from creation to end. Returns the line to report. Raises EnvdError if it was lost."""
     try:
         sandbox = await client.create(template, limits=_LIMITS, env={"NUMBER": str(number)})
         wrong = await _act(sandbox, chance, number)
@@ -31,8 +36,6 @@ async def live_once(client: OperationsClient, template: str, chance: random.Rand
             await sandbox.close()
     except FileError as error:
         return f"wrong {error}"
-    except EnvdError:
-        return "lost"
     return f"wrong {wrong}" if wrong else "done"
 
 
@@ -55,27 +58,31 @@ async def _act(sandbox: ManagedSandbox, chance: random.Random, number: int) -> s
     return ""
 
 
+async def work(connect: Callable[[], OperationsClient], chance: random.Random, number: int) -> None:
+    """Use sandboxes one after another until killed, or until nobody reads the output. number: of the first one."""
+    while True:
+        kind, since = "away", time.monotonic()
+        try:
+            async with connect() as client:
+                template = await client.put_template({"app.py": b"x = 1\n"})
+                while True:
+                    # since the last answer: a template that a restarted server lacks was in use before the kill
+                    kind, number = "lost", number + 1
+                    said = await live_once(client, template, chance, number)
+                    since = time.monotonic()
+                    print(said, flush=True)
+        except EnvdError as error:
+            print(report_error(kind, since, error, LIFETIME_S), flush=True)
+        await asyncio.sleep(RETRY_S)
+
+
 async def main(address: str, seed: int) -> None:
-    """Run until killed, or until nobody reads the output."""
-    chance, number = random.Random(seed), seed * 1_000_000
-
-    async def work() -> None:
-        nonlocal number
-        while True:
-            try:
-                async with OperationsClient(address) as client:
-                    template = await client.put_template({"app.py": b"x = 1\n"})
-                    while True:
-                        number += 1
-                        said = await live_once(client, template, chance, number)
-                        print(said, flush=True)
-                        if said == "lost":
-                            break  # the server will restart without this template
-            except EnvdError:
-                pass
-            await asyncio.sleep(0.1)
-
-    await asyncio.gather(*(work() for _ in range(_AT_ONCE)))
+    """Let some workers use the server."""
+    chance, first = random.Random(seed), seed * 1_000_000
+    span = 1_000_000 // _AT_ONCE
+    await asyncio.gather(
+        *(work(lambda: OperationsClient(address), chance, first + worker * span) for worker in range(_AT_ONCE))
+    )
 
 
 if __name__ == "__main__":

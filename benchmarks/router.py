@@ -114,6 +114,7 @@ def run(options: RouterOptions) -> Result:
         f" ints, as Dynamo is given it; continuing: a session that has {TURN} tokens more than before",
         "record: Router.begin, after the choice: load, session and assumed blocks; fresh_between_records: choices that"
         " find the processor's caches full of the record before",
+        "requests per second: of choose and begin together, in one process",
         "events: blocks stored and removed, by all replicas, at an index that is full; memory is that of the process",
     ]
     return Result(metrics, rows, notes, judged=bool(options.peers) and not options.quick)
@@ -182,6 +183,10 @@ class _Clocked:
         """Answer a request at the rates assumed at first."""
         self._router.finish(decision, seconds=(decision.prompt - decision.cached) * 1e-4 + 256 * 2e-2, sampled=256)
 
+    def rate(self, skip: int = 0) -> float:
+        """Requests per second that one process chooses and begins, without the first `skip`."""
+        return 1e6 * len(self.record[skip:]) / (sum(self.choose[skip:]) + sum(self.record[skip:]))
+
     def close(self) -> None:
         """Finish what is in flight."""
         while self._flying:
@@ -205,6 +210,7 @@ def _fresh(router: Router, prompts: npt.NDArray[np.int32]) -> dict[str, float]:
         "fresh_list_p50_us": median(listed.choose),
         "fresh_record_p50_us": median(busy.record[_FLYING:]),
         "fresh_between_records_p50_us": median(busy.choose[_FLYING:]),
+        "fresh_requests_per_second": busy.rate(_FLYING),
     }
 
 
@@ -234,6 +240,7 @@ def _continuing(router: Router, sessions: Iterator[tuple[str, npt.NDArray[np.int
         "continuing_p50_us": median(clocked.choose),
         "continuing_p99_us": percentile(clocked.choose, 99),
         "continuing_record_p50_us": median(clocked.record),
+        "continuing_requests_per_second": clocked.rate(),
     }
 
 

@@ -131,13 +131,9 @@ def _compare(
     for _ in range(options.repeats):
         for name, runs in found.items():
             runs.append(_sample(policy, turns, at_once, options.threads, name))
-    differing = sum(
-        not _same(own, other)
-        for own, other in zip(found["drafts"][0].completions, found["plain"][0].completions, strict=True)
-    )
     rates = {name: median([each.tokens / each.seconds for each in runs]) for name, runs in found.items()}
     passes = {name: runs[0].passes / runs[0].tokens for name, runs in found.items()}
-    metrics[f"differing_{at_once}"] = float(differing)
+    metrics[f"differing_{at_once}"] = float(count_differing(found["drafts"], found["plain"]))
     metrics[f"speedup_{at_once}"] = rates["drafts"] / rates["plain"]
     metrics[f"passes_saved_{at_once}_percent"] = 100 * (1 - passes["drafts"] / passes["free"])
     rows += [
@@ -154,10 +150,19 @@ def _compare(
     ]
 
 
+def count_differing(drafts: Sequence[Run], plain: Sequence[Run]) -> int:
+    """Number of turns that differ between two engines, over all repetitions."""
+    runs = zip(drafts, plain, strict=True)
+    pairs = (pair for own, other in runs for pair in zip(own.completions, other.completions, strict=True))
+    return sum(not _same(own, other) for own, other in pairs)
+
+
 def _same(own: Completion, other: Completion) -> bool:
     """Whether tokens, log probabilities, ends and supports are equal."""
     assert own.supports is not None and other.supports is not None
-    pairs = ((getattr(own.supports, name), getattr(other.supports, name)) for name in ("numbers", "sizes", "ids"))
+    pairs = (
+        (getattr(own.supports, name), getattr(other.supports, name)) for name in ("numbers", "sizes", "left_out", "ids")
+    )
     return own == other and all(np.array_equal(*pair) for pair in pairs)
 
 

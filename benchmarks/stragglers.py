@@ -16,7 +16,7 @@ import os
 import random
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,14 +30,14 @@ from benchmarks.result import Options, Result
 from contracts.artifacts import Artifact, ArtifactRef, find_artifact
 from contracts.chat import ChatTokenizer, ToolCallText
 from contracts.digests import digest_of
-from contracts.episodes import STRAGGLERS, read_episodes
+from contracts.episodes import STRAGGLERS, Episode, Outcome, read_episodes
 from contracts.store import LocalStore
 from contracts.tasks import Split, Task
 from curation.tokenizer import train_tokenizer
 from envd.client import SandboxClient
 from envd.local import LocalEnvd
 from inference.engines.base import Completion, SamplingParams, StreamsWhole
-from inference.rollouts.carry_over import UNFINISHED, carried_groups
+from inference.rollouts.carry_over import UNFINISHED, carried_groups, read_unfinished
 from inference.rollouts.config import RolloutConfig
 from inference.rollouts.ledger import VARIABLE, read_ledger
 from inference.rollouts.merge import merge_groups
@@ -89,6 +89,8 @@ class Measured:
     trained: int
     carried: int
     """Tokens of what the last iteration left unfinished."""
+    missing: int
+    """Planned episodes that are missing or shortened."""
 
     @property
     def lost(self) -> int:
@@ -113,6 +115,7 @@ def run(options: StragglersOptions) -> Result:
         "lengths_p_value": min(p_values["carry over"]),
         "lengths_p_value_first": max(p_values["first"]),
         "lost_percent": max(lost),
+        "episodes_missing": max(each.missing for way in ("all", "carry over") for each in found[way]),
         "kept_over_all": min(len(each.lengths) for each in found["carry over"]) / len(unhurried),
     }
     rows: list[dict[str, Any]] = [
@@ -128,6 +131,7 @@ def run(options: StragglersOptions) -> Result:
             "trained": runs[0].trained,
             "carried": runs[0].carried,
             "lost": runs[0].lost,
+            "missing": max(each.missing for each in runs),
         }
         for way, runs in found.items()
     ]
@@ -137,6 +141,7 @@ def run(options: StragglersOptions) -> Result:
         "seconds: of each iteration of the first run; in all: median of all runs; KS p: the lowest of all runs,"
         " two-sided, against the lengths of the way `all`",
         "lost: tokens in the ledger that neither train nor are carried on; `first` keeps them in the table of episodes",
+        "missing: the most of all runs; planned episodes that neither train at their planned length nor are carried on",
     ]
     return Result(metrics, rows, notes)
 
@@ -158,24 +163,45 @@ def _measure(way: str, options: StragglersOptions, scratch: Path) -> Measured:
     }
     tokenizer = ChatTokenizer(train_tokenizer((), (), 300))
     seconds: list[float] = []
-    lengths: list[int] = []
-    trained = 0
+    planned: dict[tuple[str, int], int] = {}
+    episodes: list[Episode] = []
     unfinished: Artifact | None = None
     cursor = 0
     with LocalEnvd(log_level="error") as server:
         for iteration in range(options.iterations):
             plan, cursor = _plan(way, options, iteration, cursor, tasks, unfinished)
+            planned |= {
+                (group.group_id, sample): _length(options, group.task_id, sample)
+                for group in plan.groups
+                for sample in range(plan.config.episodes_started)
+            }
             began = time.perf_counter()
             asyncio.run(_sample(plan, server.address, tokenizer, tasks, store, options))
             merged = merge_groups(plan, store)
             seconds.append(time.perf_counter() - began)
-            for each in read_episodes(merged.table("episodes.parquet"), merged.table("sequences.parquet")):
-                if each.outcome not in STRAGGLERS:
-                    lengths.append(each.turns)
-                    trained += each.policy_tokens
+            found = read_episodes(merged.table("episodes.parquet"), merged.table("sequences.parquet"))
+            episodes += (each for each in found if each.outcome not in STRAGGLERS)
             unfinished = find_artifact(store, UNFINISHED, plan.key)
     sampled = sum(each.tokens for each in read_ledger(scratch / "ledger"))
-    return Measured(seconds, lengths, sampled, trained, unfinished.meta["policy_tokens"] if unfinished else 0)
+    carried = [each for group in read_unfinished(unfinished).values() for each in group.values()] if unfinished else []
+    return Measured(
+        seconds,
+        lengths=[each.turns for each in episodes],
+        sampled=sampled,
+        trained=sum(each.policy_tokens for each in episodes),
+        carried=sum(each.policy_tokens for each in carried),
+        missing=count_missing(planned, (*episodes, *carried)),
+    )
+
+
+def count_missing(planned: Mapping[tuple[str, int], int], episodes: Iterable[Episode]) -> int:
+    """Number of planned episodes that are neither complete at their planned length nor to be continued.
+
+    planned: turns by group_id and sample. episodes: those that train, and those that are carried on.
+    """
+    slots = (((each.group_id, each.sample), each) for each in episodes)
+    kept = {slot for slot, each in slots if each.outcome is Outcome.UNFINISHED or each.turns == planned[slot]}
+    return len(planned.keys() - kept)
 
 
 def _task(number: int) -> Task:

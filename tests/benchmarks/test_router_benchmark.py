@@ -18,6 +18,7 @@ def test_router_is_measured() -> None:
     assert not result.judged
     wanted = {goal.metric for goal in load_goals()["router"]} - {"times_dynamo"}
     assert wanted <= result.metrics.keys() and all(value >= 0 for value in result.metrics.values())
+    assert result.metrics["fresh_requests_per_second"] > 0 < result.metrics["continuing_requests_per_second"]
     assert result.metrics["index_blocks"] <= 10_000 < result.metrics["index_evicted"] + 10_000
 
 

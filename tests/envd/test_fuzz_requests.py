@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
+import signal
 from collections.abc import Iterator
 
 import grpc
@@ -13,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.envd_attack import lying_guest, send
-from benchmarks.envd_fuzz import FuzzOptions, run
+from benchmarks.envd_fuzz import Fuzz, FuzzOptions, run
 from benchmarks.envd_hostile import METHODS, Hostile, Known, hostile_request
 from contracts.pb import envd_pb2 as pb
 from envd.client import Limits, ToolCall
@@ -125,6 +127,30 @@ def test_a_guest_that_lies_is_a_sandbox_that_has_gone(chance: random.Random) -> 
 @pytest.mark.slow
 def test_a_fuzz_leaves_the_server_up_and_right() -> None:
     metrics = run(FuzzOptions.model_validate({"requests": 5000, "seed": 1})).metrics
-    found = {name: metrics[name] for name in ("unhandled_errors", "server_deaths", "control_failures", "requests_hung")}
+    found = {
+        name: metrics[name]
+        for name in ("unhandled_errors", "server_deaths", "control_failures", "requests_hung", "requests_missing")
+    }
     assert found == dict.fromkeys(found, 0)
     assert metrics["control_checks"] > 1
+
+
+@pytest.mark.slow
+def test_requests_to_a_server_that_has_died_are_missing() -> None:
+    with LocalEnvd("namespaces", log_level="error") as server:
+        assert server._process is not None
+        pid = server._process.pid
+        fuzz = Fuzz(server.address, pid, FuzzOptions(requests=400, at_once=4, sandboxes=1))
+
+        async def kill() -> None:
+            while fuzz.sent < 100:
+                await asyncio.sleep(0.01)
+            os.kill(pid, signal.SIGKILL)
+
+        async def both() -> None:
+            await asyncio.gather(fuzz.run(), kill())
+
+        asyncio.run(both())
+        metrics = fuzz.result(died=not server.alive).metrics
+    assert metrics["requests"] >= 400 and metrics["server_deaths"] == 1
+    assert 100 < metrics["requests_missing"] < 400

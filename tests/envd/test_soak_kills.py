@@ -19,6 +19,7 @@ def test_nothing_is_left_after_kills_of_clients_spawner_and_server() -> None:
     # a process of its own: it adopts orphans
     command = [sys.executable, "-m", "benchmarks", "envd-soak", "--count", "300", "--every", "50", "--json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
+    assert done.stdout, done.stderr
     found = json.loads(done.stdout)
     assert found["passed"], [goal for goal in found["goals"] if not goal["met"]] + found["notes"]
     metrics = found["metrics"]

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from envd.errors import BackendUnavailable
+from tests.envd.stand_ins import qemu_image
 from tests.escape.arena import Arena
 from tests.escape.attack import BACKENDS
+from tests.needs import require
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -17,22 +18,22 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session", params=BACKENDS)
 def arena(request: pytest.FixtureRequest) -> Iterator[Arena]:
-    yield from _running(request.param)
+    yield from running(request.param)
 
 
 @pytest.fixture(scope="session")
 def unprotected() -> Iterator[Arena]:
-    yield from _running("plain")
+    yield from running("plain")
 
 
-def _running(backend: str) -> Iterator[Arena]:
+def running(backend: str) -> Iterator[Arena]:
+    """Skips where a program that the backend needs is not installed; where it is, the backend must start."""
+    if backend == "gvisor":
+        require("runsc")
+    if backend == "qemu":
+        qemu_image()
     found = Arena(backend)
-    try:
-        found.start()
-    except BackendUnavailable as error:
-        if backend.startswith("namespaces"):
-            raise
-        pytest.skip(f"{backend} does not start here: {error}")
+    found.start()
     try:
         yield found
     finally:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -35,34 +37,63 @@ def sequence(blocks: list[int], tail: int) -> list[int]:
 SEQUENCE = st.builds(sequence, st.lists(st.integers(0, 1), max_size=4), st.integers(0, 3)).filter(len)
 
 
-def common(one: list[int], other: list[int]) -> int:
+def common(one: Sequence[int], other: Sequence[int]) -> int:
     return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+class GreedyDual:
+    """The store's rule, by its definition: while the sequences need too much room, the one of least worth goes.
+
+    Worth is the share of a sequence's tokens that no other one has in whole blocks, and the largest worth that went
+    before its last use. Of equal ones the least recently used goes, which may be the one just stored.
+    """
+
+    def __init__(self, room: int) -> None:
+        self.room, self.gone, self.now = room, 0.0, 0
+        self.kept: dict[tuple[int, ...], tuple[float, int]] = {}
+
+    def use(self, tokens: Sequence[int]) -> None:
+        self.now += 1
+        self.kept[tuple(tokens)] = (self.gone, self.now)
+
+    def put(self, tokens: list[int]) -> None:
+        self.use(tokens)
+        while sum(map(len, self.kept)) > self.room:
+            worth, _, least = min((self.worth(each), self.kept[each][1], each) for each in self.kept)
+            self.gone = max(self.gone, worth)
+            del self.kept[least]
+
+    def worth(self, tokens: tuple[int, ...]) -> float:
+        shared = max((common(tokens, other) for other in self.kept if other != tokens), default=0)
+        return self.kept[tokens][0] + 1 - shared // BLOCK_TOKENS * BLOCK_TOKENS / len(tokens)
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(st.booleans(), SEQUENCE), max_size=30), st.integers(40, 400))
 def test_finds_the_longest_beginning_and_publishes_what_it_has(calls: list[tuple[bool, list[int]]], room: int) -> None:
     said: list[Event] = []
-    store, kept, published = PrefixStore(room * BYTES, said.append), [list[int]()], dict[int, int]()
+    store, model, published = PrefixStore(room * BYTES, said.append), GreedyDual(room), dict[int, int]()
     for stores, tokens in calls:
         if stores:
             store.put(prefix(tokens))
-            kept = [entry.prefix.tokens.tolist() for entry in store._found.values()]
-            assert sum(map(len, kept)) <= room
-            assert tokens in kept or len(tokens) > room or len(kept) >= 1
+            model.put(tokens)
+            assert [tuple(entry.prefix.tokens.tolist()) for entry in store._found.values()] == list(model.kept)
         else:
             found = store.longest(np.array(tokens))
             whole = max(
-                (len(each) for each in kept if len(each) < len(tokens) and tokens[: len(each)] == each), default=0
+                (len(each) for each in model.kept if common(each, tokens) == len(each) < len(tokens)), default=0
             )
-            most = max((min(common(each, tokens), len(tokens) - 1) for each in kept), default=0)
-            assert (0 if found is None else len(found.tokens)) == max(whole, most // BLOCK_TOKENS * BLOCK_TOKENS)
+            most = max((min(common(each, tokens), len(tokens) - 1) for each in model.kept), default=0)
+            length = max(whole, most // BLOCK_TOKENS * BLOCK_TOKENS)
+            assert (0 if found is None else len(found.tokens)) == length
             if found is not None:
+                holders = [each for each in model.kept if common(each, tokens) >= length]
+                model.use(tokens[:length] if length == whole else holders[0])
                 assert found.tokens.tolist() == tokens[: len(found.tokens)]
                 assert found.entry[0].flatten().tolist() == [float(token) for token in found.tokens]
                 assert found.entry[1].shape[2] == len(found.tokens)
         apply(published, said)
-        blocks = {tuple(each[:end]) for each in kept for end in range(BLOCK_TOKENS, len(each) + 1, BLOCK_TOKENS)}
+        blocks = {each[:end] for each in model.kept for end in range(BLOCK_TOKENS, len(each) + 1, BLOCK_TOKENS)}
         assert len(published) == len(blocks)
 
 
@@ -103,6 +134,22 @@ def test_unused_entries_go_first_among_equal_ones() -> None:
     assert store.longest(np.array(sequence([1, 1], 1))) is not None
 
 
+def test_an_entry_of_great_worth_ages_until_it_goes() -> None:
+    store = PrefixStore(3 * 2 * BLOCK_TOKENS * BYTES)
+    store.put(prefix(sequence([9, 9], 0)))
+    for name in range(10, 16):  # half of each is in the others
+        store.put(prefix(sequence([1, name], 0)))
+    assert store.longest(np.array(sequence([9, 9], 1))) is None
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for what another thread does."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+
+
 @pytest.mark.anyio
 async def test_a_router_knows_what_the_engine_has(tmp_path: Path) -> None:
     policy, other = write_checkpoint(tmp_path / "policy", 0), write_checkpoint(tmp_path / "other", 1)
@@ -119,16 +166,15 @@ async def test_a_router_knows_what_the_engine_has(tmp_path: Path) -> None:
     made = await engine.generate(prompt, SamplingParams(1.0, 20, 3))
     await engine.version()
     turn = prompt + made.token_ids
-    await asyncio.sleep(0.05)
-    assert router.choose([*turn, 1, 2], max_tokens=1).cached == (len(turn) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+    cached = (len(turn) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+    await until(lambda: router.choose([*turn, 1, 2], max_tokens=1).cached == cached)
     assert router.choose([*prompt[:32], 91, 92], max_tokens=1).cached == 32
     await engine.load_weights(other, "v2")
     await engine.generate([5], SamplingParams(1.0, 1, 3))
     await engine.close()
-    await asyncio.sleep(0.05)
     assert isinstance(batches[1].events[0], Cleared)
     assert [batch.sequence for batch in batches] == list(range(len(batches)))
-    assert router.choose([*turn, 1, 2], max_tokens=1).cached == 0
+    await until(lambda: router.choose([*turn, 1, 2], max_tokens=1).cached == 0)
 
 
 @pytest.mark.anyio

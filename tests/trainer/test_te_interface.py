@@ -1,7 +1,8 @@
 """Recipes of TransformerEngine: refused without it, and their calls fit its published interface.
 
-The interface is read from source, without running it: from the installed package, or from a checkout of it that
-TRANSFORMER_ENGINE_SOURCE names. Without either the tests of calls are skipped.
+The interface is read from source, without running it and without a GPU: from the installed package, or from a folder
+that TRANSFORMER_ENGINE_SOURCE names. `pip install --no-deps --target FOLDER transformer-engine` fills one, as `.ci/run`
+does. Without either the tests of calls are skipped.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def interface() -> Path:
         return Path(named) / "transformer_engine"
     found = importlib.util.find_spec("transformer_engine")
     if found is None or not found.submodule_search_locations:
-        pytest.skip("TransformerEngine is not installed, and TRANSFORMER_ENGINE_SOURCE names no checkout")
+        pytest.skip("TransformerEngine is not installed, and TRANSFORMER_ENGINE_SOURCE names no source of it")
     return Path(found.submodule_search_locations[0])
 
 

@@ -234,7 +234,9 @@ def test_tensorboard_reads_what_the_watcher_wrote(tmp_path: Path) -> None:
 
 
 def test_mlflow_reads_what_the_watcher_wrote(tmp_path: Path) -> None:
-    tracking = pytest.importorskip("mlflow.tracking")
+    tracking = pytest.importorskip(
+        "mlflow.tracking", reason="needs mlflow, too large for the extra `dev`: pip install mlflow"
+    )
     config = MlflowConfig(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")
     try:
         for part in (RECORDS[:2], RECORDS[2:]):
@@ -252,7 +254,7 @@ def test_mlflow_reads_what_the_watcher_wrote(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_wandb_keeps_an_offline_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("wandb")
+    pytest.importorskip("wandb", reason="needs wandb, too large for the extra `dev`: pip install 'triplane[wandb]'")
     monkeypatch.setenv("WANDB_MODE", "offline")
     with wandb_watcher(WandbConfig(project="p"), tmp_path, "run", "a" * 64) as watch:
         for record in RECORDS:
