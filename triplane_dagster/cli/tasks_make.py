@@ -16,7 +16,12 @@ from triplane_dagster.cli.options import AsJson, SandboxesOf, Shares
 from triplane_dagster.cli.output import cell, console, print_json, print_rows
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from contracts.tasks import Split
+    from curation.tasks.factory.make import MakeConfig
     from curation.tasks.factory.strategies.asked import Model
+    from resources.experiment import Experiment
 
 
 def make(
@@ -69,21 +74,39 @@ def make(
 
         triplane tasks make . --strategy rewrite --endpoint http://localhost:8000/v1 --model Qwen/Qwen3-Coder
     """
-    from curation.tasks.factory.make import STRATEGIES, MakeConfig, make_suite
+    from curation.tasks.factory.make import STRATEGIES, MakeConfig
     from curation.tasks.importing.splits import parse_shares
-    from resources.progress import Progress
-    from resources.sandboxes import SandboxesResource
-    from triplane_dagster.cli.bars import Bars
 
     shares = parse_shares(split or [])
     writer = None
     if endpoint is not None or model is not None:
         writer = _model(endpoint, model, api_key_env)
     config = MakeConfig(count, tuple(strategy or STRATEGIES), seed, tuple(allow_license or ()), older, writer)
-    wanted, sandboxes = find_experiment(experiment), SandboxesResource()
+    suite = _made(source, config, shares, find_experiment(experiment), index, wheelhouse)
+    if as_json:
+        print_json({**suite.ref.model_dump(), **suite.meta, "card": suite.json("card.json")})
+    else:
+        _show(suite, len(shares))
+
+
+def _made(
+    source: str,
+    config: MakeConfig,
+    shares: Mapping[Split, float],
+    experiment: Experiment,
+    index: str | None,
+    wheelhouse: Path | None,
+) -> Artifact:
+    """The suite, made in the experiment's sandboxes, with bars of progress."""
+    from curation.tasks.factory.make import make_suite
+    from resources.progress import Progress
+    from resources.sandboxes import SandboxesResource
+    from triplane_dagster.cli.bars import Bars
+
+    sandboxes = SandboxesResource()
 
     async def work(bars: Bars) -> Artifact:
-        async with sandboxes.client(wanted.sandboxes) as client:
+        async with sandboxes.client(experiment.sandboxes) as client:
             return await make_suite(
                 source,
                 config,
@@ -97,13 +120,9 @@ def make(
 
     try:
         with Bars() as bars:
-            suite = asyncio.run(work(bars))
+            return asyncio.run(work(bars))
     finally:
         sandboxes.close()
-    if as_json:
-        print_json({**suite.ref.model_dump(), **suite.meta, "card": suite.json("card.json")})
-    else:
-        _show(suite, len(shares))
 
 
 def _show(suite: Artifact, splits: int) -> None:

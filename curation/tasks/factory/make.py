@@ -31,9 +31,10 @@ from curation.tasks.factory.screen import Screened, Screening, Substitute, scree
 from curation.tasks.factory.source import Repository, head_of, read_repository
 from curation.tasks.factory.splits import deal_files
 from curation.tasks.factory.steps import FACTORY_VERSION
-from curation.tasks.factory.strategies import Candidate, Context, asked, installed_strategies, strategy_named
+from curation.tasks.factory.strategies import Candidate, Context, Strategy, asked, installed_strategies, strategy_named
 from curation.tasks.factory.strategies.combine import combined
 from curation.tasks.importing.splits import DEFAULT_SHARES
+from curation.tasks.importing.trees import Tree
 from curation.tasks.validate import ValidationReport
 from envd.client import SandboxClient
 
@@ -113,19 +114,66 @@ async def make_suite(
 
     Raises TaskError if the source can't be used or gives no task, InfraFault if envd keeps failing.
     """
-    strategies = [strategy_named(name) for name in config.strategies if name not in (COMBINE, *asked.ASKED)]
-    asking = [name for name in asked.ASKED if name in config.strategies]
-    if asking and config.model is None:
+    strategies = _strategies(config)
+    repository, older = _read(source, config, store, index, wheelhouse)
+    around = surroundings_of(repository, store, index=index, wheelhouse=wheelhouse)
+    settings = _settings(repository, around, older, config, shares)
+    key = action_key("task_suite", {}, settings, FACTORY_VERSION)
+    found = find_artifact(store, "task_suite", key)
+    if found is not None:
+        return found
+    guest = Guest(client, repository.tree, around)
+    report("baseline", 0, 1)
+    baseline = await run_baseline(repository, guest, store)
+    report("baseline", 1, 1)
+    context = _context(repository, baseline, older, config)
+    drawn = await _candidates(strategies, context, config, store, report)
+    prover = await asyncio.to_thread(Prover, repository, around, baseline, client, store)  # reads packages for seconds
+    preparing = asyncio.create_task(prover.prepare(config.count))  # while the screen waits for what only waits
+    try:
+        progress = await _Factory(config, context, baseline, guest, prover, store, report).run(drawn)
+    finally:
+        preparing.cancel()
+    if not progress.accepted:
+        reasons = progress.left_out + Counter(context.unused.values())
+        raise TaskError(f"{source} gave no task: {_commonest(reasons)}")
+    return _publish(repository, around, baseline, settings, key, store, progress, context.unused, shares)
+
+
+def _strategies(config: MakeConfig) -> list[Strategy]:
+    """Strategies that read code. Raises TaskError for unknown ones, and for those that lack their model."""
+    found = [strategy_named(name) for name in config.strategies if name not in (COMBINE, *asked.ASKED)]
+    if config.model is None and (asking := _asking(config)):
         raise TaskError(f"the strategy {asking[0]} needs a language model: name it by --endpoint and --model")
+    return found
+
+
+def _asking(config: MakeConfig) -> list[str]:
+    return [name for name in asked.ASKED if name in config.strategies]
+
+
+def _read(
+    source: str, config: MakeConfig, store: Store, index: str | None, wheelhouse: Path | None
+) -> tuple[Repository, Tree | None]:
+    """The repository, and the older version of it that is configured. Raises TaskError if they can't be used."""
     repository = read_repository(source, store, index=index, wheelhouse=wheelhouse)
     check_licence(repository.name, repository.licence, config.allowed)
     check_tests(repository)
-    older = None
     if config.revert_from is not None:
-        older = read_repository(config.revert_from, store, index=index, wheelhouse=wheelhouse).tree
-    elif REVERT in config.strategies and repository.clone is None:
+        return repository, read_repository(config.revert_from, store, index=index, wheelhouse=wheelhouse).tree
+    if REVERT in config.strategies and repository.clone is None:
         raise TaskError(f"the strategy {REVERT} needs a git repository, or an older version: name one by --older")
-    around = surroundings_of(repository, store, index=index, wheelhouse=wheelhouse)
+    return repository, None
+
+
+def _settings(
+    repository: Repository,
+    around: Surroundings,
+    older: Tree | None,
+    config: MakeConfig,
+    shares: Mapping[Split, float],
+) -> dict[str, Any]:
+    """What determines a suite."""
     settings = {
         "kind": "made",
         "repository": repository.digest,
@@ -145,14 +193,11 @@ async def make_suite(
         settings["model"] = config.model.name
     if installed := installed_strategies(config.strategies):
         settings["installed"] = installed
-    key = action_key("task_suite", {}, settings, FACTORY_VERSION)
-    found = find_artifact(store, "task_suite", key)
-    if found is not None:
-        return found
-    guest = Guest(client, repository.tree, around)
-    report("baseline", 0, 1)
-    baseline = await run_baseline(repository, guest, store)
-    report("baseline", 1, 1)
+    return settings
+
+
+def _context(repository: Repository, baseline: Baseline, older: Tree | None, config: MakeConfig) -> Context:
+    """What strategies get. Raises TaskError if no function can be changed."""
     sources, unused = product_sources(repository.tree)
     covered = covered_functions(sources, baseline)
     functions = [each for each in covered if not each.is_deep]
@@ -160,29 +205,26 @@ async def make_suite(
     if not functions:
         unread = "".join(f"; {path} is not used: {reason}" for path, reason in islice(unused.items(), 3))
         raise TaskError(
-            f"{source} has no function that its tests run: tests must import the code from the repository{unread}"
+            f"{repository.source} has no function that its tests run: tests must import the code from the repository"
+            f"{unread}"
         )
     most = max(8, math.ceil(2 * _SPARE * config.count / len(functions)))
-    context = Context(repository, functions, baseline.lines, config.seed, most, older, unused)
+    return Context(repository, functions, baseline.lines, config.seed, most, older, unused)
+
+
+async def _candidates(
+    strategies: Sequence[Strategy], context: Context, config: MakeConfig, store: Store, report: Report
+) -> list[Candidate]:
+    """Candidates of all strategies, which take turns. Raises TaskError."""
     drawn = list[Candidate]()
     for strategy in strategies:
         drawn += draw(await asyncio.to_thread(list, strategy(context)), config)  # `revert` asks git for seconds
-    for name in asking:
-        assert config.model is not None, "checked above"
+    for name in _asking(config):
+        assert config.model is not None, "checked by _strategies"
         wanted = math.ceil(_SPARE * config.count)
         told = partial(report, f"asking for {name}")
         drawn += await asked.ask_for_candidates(name, context, wanted, config.model, store, told)
-    drawn = list(in_turns(drawn, lambda each: each.strategy))
-    prover = await asyncio.to_thread(Prover, repository, around, baseline, client, store)  # reads packages for seconds
-    preparing = asyncio.create_task(prover.prepare(config.count))  # while the screen waits for what only waits
-    try:
-        progress = await _Factory(config, context, baseline, guest, prover, store, report).run(drawn)
-    finally:
-        preparing.cancel()
-    if not progress.accepted:
-        reasons = progress.left_out + Counter(context.unused.values())
-        raise TaskError(f"{source} gave no task: {_commonest(reasons)}")
-    return _publish(repository, around, baseline, settings, key, store, progress, context.unused, shares)
+    return list(in_turns(drawn, lambda each: each.strategy))
 
 
 def covered_functions(sources: Iterable[Source], baseline: Baseline) -> list[Function]:
