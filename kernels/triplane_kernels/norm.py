@@ -45,7 +45,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float = 0.0, rotary: Rotary 
             f" {' and '.join(str(list(part.shape)) for part in rotary)}"
         )
     cosine, sine = rotary or (None, None)
-    return _rms_norm(x.contiguous(), weight, cosine, sine, eps)
+    return _rms_norm(x.contiguous(), None if weight is None else weight.contiguous(), cosine, sine, eps)
 
 
 def _way(op: str, *tensors: Tensor | None) -> ModuleType:

@@ -178,6 +178,16 @@ def test_a_search_leaves_no_trace_in_the_gradient_of_the_weight(way: Way, monkey
         assert relative_error(ours, wanted) < EXACT
 
 
+def test_a_strided_weight(way: Way) -> None:
+    x, gradient = (normal(8, 64, seed=seed).to(way.device).requires_grad_() for seed in (0, 1))
+    weight = normal(128, seed=2).to(way.device)[::2].requires_grad_()
+    out = rms_norm(x, weight, EPS)
+    assert relative_error(out, defined(x, weight, None)) < EXACT
+    found = torch.autograd.grad(out, (x, weight), gradient)
+    for ours, wanted in zip(found, slopes(gradient, x, weight, None), strict=True):
+        assert relative_error(ours, wanted) < EXACT
+
+
 def test_gradcheck() -> None:
     x, weight = normal(3, 2, 8, spread=2).double().requires_grad_(), normal(8, seed=1).double().requires_grad_()
     cosine, sine = (part.double() for part in angles(3, 8))
