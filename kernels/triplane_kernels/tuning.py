@@ -316,8 +316,9 @@ def _keep(op: str, name: str, found: Config) -> None:
 
 def _cache_file() -> Path:
     here = machine()
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = Path(os.environ.get(CACHE) or base / "triplane" / "kernels")
+    chosen, base = os.environ.get(CACHE), os.environ.get("XDG_CACHE_HOME")
+    # a process whose user has no entry has no home
+    folder = Path(chosen) if chosen else (Path(base) if base else Path.home() / ".cache") / "triplane" / "kernels"
     return folder / f"{_slug(here.device)}-triton-{here.triton}-{source_digest()}.json"
 
 

@@ -47,6 +47,17 @@ def look(shape: tuple[int, ...]) -> tuning.Config:
     return tuning.lookup("gemm", shape, [FIRST, SECOND], lambda config: None, small=SMALL)
 
 
+def test_a_process_without_a_home_keeps_configurations_in_the_given_folder(
+    searched: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HOME")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr("os.getuid", lambda: 2**31 - 7)
+    with pytest.raises(RuntimeError):
+        Path.home()
+    assert look((64, 64)) == SECOND and len(list((tmp_path / "cache").iterdir())) == 1
+
+
 def test_a_search_is_remembered_here_and_in_the_next_process(searched: list[str], tmp_path: Path) -> None:
     assert look((4096, 7168)) == SECOND and look((4000, 7000)) == SECOND
     assert searched == ["gemm"]
