@@ -209,8 +209,8 @@ class RlConfig(_Growing):
     warmup_steps: int = Field(default=0, ge=0)
     """Optimizer steps, of all iterations, over which the learning rate rises linearly."""
     schedule_steps: int | None = Field(default=None, ge=1)
-    """Optimizer steps, of all iterations, after which the rate is `learning_rate * final_rate`. Needed unless
-    `schedule` is constant.
+    """Optimizer steps, of all iterations, after which the rate is `learning_rate * final_rate`; above `warmup_steps`.
+    Needed unless `schedule` is constant.
     """
     final_rate: float = Field(default=0.0, ge=0, le=1)
     """Part of the learning rate that a falling schedule leaves."""
@@ -238,6 +238,11 @@ class RlConfig(_Growing):
             raise ValueError(
                 f"schedule {self.schedule} needs schedule_steps: set it to iterations * optimizer_steps, or use"
                 " constant"
+            )
+        if self.schedule != "constant" and self.schedule_steps is not None and self.schedule_steps <= self.warmup_steps:
+            raise ValueError(
+                f"schedule_steps={self.schedule_steps}: must be above warmup_steps={self.warmup_steps}, after which"
+                f" schedule {self.schedule} falls"
             )
         return self
 

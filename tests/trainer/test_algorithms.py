@@ -230,6 +230,10 @@ def test_the_value_loss_and_its_gradient_are_those_of_the_reference(clip: float 
     [
         ({"kind": "gspo", "aggregation": "token"}, "gspo has one term for each sequence"),
         ({"kind": "rloo", "aggregation": "constant"}, "rloo has one term for each sequence"),
+        (
+            {"kind": "grpo", "aggregation_length": 100},
+            "aggregation_length=100: only aggregation constant divides by it",
+        ),
         ({"kind": "cispo", "dual_clip": 3.0}, "cispo bounds the ratio of both signs"),
         ({"kind": "ppo", "advantage": "group_mean"}, "'gae'"),
         ({"kind": "vpg"}, "expected tags: 'grpo'"),

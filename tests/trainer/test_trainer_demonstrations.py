@@ -168,6 +168,8 @@ def test_a_schedule_of_rl_runs_over_all_iterations() -> None:
     assert Progress(before=100).learning_rate(RlConfig(learning_rate=0.3)) == 0.3
     with pytest.raises(ValueError, match="schedule cosine needs schedule_steps"):
         RlConfig(schedule="cosine")
+    with pytest.raises(ValueError, match="schedule_steps=8: must be above warmup_steps=8, after which schedule linear"):
+        RlConfig(schedule="linear", warmup_steps=8, schedule_steps=8)
 
 
 def test_settings_of_later_versions_are_dumped_only_if_they_are_set() -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from trainer.algorithms.surrogates import clipped_surrogate, sequence_sum
 from trainer.settings import Settings
@@ -89,6 +89,15 @@ class TokenAlgorithm(ClippedAlgorithm):
     """
     aggregation_length: int | None = Field(default=None, ge=1)
     """Tokens by which `aggregation: constant` divides. null: the model's longest context."""
+
+    @model_validator(mode="after")
+    def _length_is_used(self) -> Self:
+        if self.aggregation_length is not None and self.aggregation != "constant":
+            raise ValueError(
+                f"aggregation_length={self.aggregation_length}: only aggregation constant divides by it, not"
+                f" {self.aggregation}: set it to null, or aggregation to constant"
+            )
+        return self
 
     def divisor(self, tokens: int, sequences: int, longest: int) -> int:
         """Number by which the sum of `PolicyLoss.loss` over an optimizer step is divided.
