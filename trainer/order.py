@@ -30,7 +30,8 @@ class Order:
 
     With one source and `batch_size`, an epoch is cut into whole batches and a shorter last part is left out. Otherwise
     rows follow each other without a gap between epochs. Of several sources, each row is drawn from the one that is
-    furthest behind its share of the rows so far, so that shares are exact to one row at every step.
+    furthest behind its share of the rows so far: each source stays within about one row of its share, with dozens of
+    sources within two.
     """
 
     def __init__(
