@@ -126,35 +126,42 @@ def publish_checkpoint(
     meta: Mapping[str, Any],
     metrics: bytes,
 ) -> Artifact:
-    """Commit a `checkpoint` artifact. tokenizer: artifact with the tokenizer's files. metrics: JSONL, outside the
-    digest.
-    """
+    """Commit a `checkpoint` artifact. See `commit_checkpoint`."""
     with ArtifactWriter(store, "checkpoint", key, parents=parents, config=config, code_version=code_version) as out:
-        if isinstance(parameters, GatheredAdapter):
-            meta = {**meta, **_add_adapter(out, parameters.base.adapter, parameters.factors.items())}
-            _copy_weights(out, parameters.base.checkpoint)
-        else:
-            if isinstance(parameters, AdaptedParameters):
-                meta = {**meta, **_add_adapter(out, parameters.adapter, parameters.masters())}
-                parameters = parameters.base
-            tensors = parameters.tensors if isinstance(parameters, StagedWeights) else checkpoint_tensors(parameters)
-            save_tensors(out, WEIGHTS, tensors, METADATA)
-        failpoint("checkpoint-staged")
-        out.add_json("config.json", parameters.config)
-        out.add_json("generation_config.json", _generation_config(parameters.config))
-        for name in TOKENIZER_FILES:
-            if name not in tokenizer.names():
-                raise TrainingDataError(f"{tokenizer.ref.uri} has no {name}: build the tokenizer again")
-            out.add_bytes(name, tokenizer.path(name).read_bytes())
-        (out.directory / "metrics.jsonl").write_bytes(metrics)
-        out.add_file("metrics.jsonl", telemetry=True)
-        if not isinstance(parameters, StagedWeights):  # of which `put` compared every tensor with the config
-            read_adapter(out.directory, check_checkpoint(out.directory))
-        return out.commit(meta={**precision_facts(parameters.config), "policy_version": None, **meta})
+        return commit_checkpoint(out, parameters, tokenizer, meta=meta, metrics=metrics)
+
+
+def commit_checkpoint(
+    out: ArtifactWriter, parameters: Exportable, tokenizer: Artifact, *, meta: Mapping[str, Any], metrics: bytes
+) -> Artifact:
+    """Write a checkpoint to an artifact's stage and commit it. tokenizer: artifact with the tokenizer's files. metrics:
+    JSONL, outside the digest.
+    """
+    if isinstance(parameters, GatheredAdapter):
+        meta = {**meta, **_add_adapter(out, parameters.base.adapter, parameters.factors.items())}
+        _copy_weights(out, parameters.base.checkpoint)
+    else:
+        if isinstance(parameters, AdaptedParameters):
+            meta = {**meta, **_add_adapter(out, parameters.adapter, parameters.masters())}
+            parameters = parameters.base
+        tensors = parameters.tensors if isinstance(parameters, StagedWeights) else checkpoint_tensors(parameters)
+        save_tensors(out, WEIGHTS, tensors, METADATA)
+    failpoint("checkpoint-staged")
+    out.add_json("config.json", parameters.config)
+    out.add_json("generation_config.json", _generation_config(parameters.config))
+    for name in TOKENIZER_FILES:
+        if name not in tokenizer.names():
+            raise TrainingDataError(f"{tokenizer.ref.uri} has no {name}: build the tokenizer again")
+        out.add_bytes(name, tokenizer.path(name).read_bytes())
+    (out.directory / "metrics.jsonl").write_bytes(metrics)
+    out.add_file("metrics.jsonl", telemetry=True)
+    if not isinstance(parameters, StagedWeights):  # of which `put` compared every tensor with the config
+        read_adapter(out.directory, check_checkpoint(out.directory))
+    return out.commit(meta={**precision_facts(parameters.config), "policy_version": None, **meta})
 
 
 def follow_checkpoint(parameters: Exportable) -> None:
-    """Take part in rank 0's `publish_checkpoint`. Every other rank must call this. Raises RanksLost."""
+    """Take part in rank 0's `commit_checkpoint`. Every other rank must call this. Raises RanksLost."""
     if isinstance(parameters, StagedWeights):
         parameters.tensors.put(None, WEIGHTS)
 

@@ -14,7 +14,7 @@ from test_trainer_resume import state_alone
 from test_trainer_rl import own_dataset
 from trainer_world import QUICKSTART, World
 
-from contracts.artifacts import Artifact, ArtifactRef, open_artifact
+from contracts.artifacts import Artifact, ArtifactRef, discard_artifact, find_artifact, open_artifact
 from contracts.checkpoints import WEIGHTS
 from contracts.tensor_files import TensorFiles
 from tests.torchrun import torchrun
@@ -241,6 +241,18 @@ def test_a_killed_job_of_fsdp2_continues_from_the_snapshot_that_its_ranks_wrote(
     job = with_backend(world.sft_job("killed", **config), 2, **FSDP2)
     kill_at_step_8(job)
     assert run_in_ranks(job)["checkpoint"].digest == undisturbed["checkpoint"].digest
+
+
+@pytest.mark.slow
+def test_ranks_give_a_checkpoint_no_state_of_other_weights(world: World) -> None:
+    job = with_backend(world.sft_job("lone", max_steps=2, snapshot_every=100), 2, **FSDP2)
+    before = run_in_ranks(job)
+    discard_artifact(world.store, before["trainer_state"])
+    agent = start(job.model_copy(update={"seed": job.seed + 1}))
+    _, err = agent.communicate(timeout=240)
+    assert agent.returncode == 1 and "has lost its trainer_state" in err.splitlines()[-1], err
+    assert find_artifact(world.store, "trainer_state", job.key) is None
+    assert run_in_ranks(job) == before
 
 
 @pytest.mark.parametrize(

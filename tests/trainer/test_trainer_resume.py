@@ -17,11 +17,11 @@ from test_trainer_rl import own_dataset
 from trainer_world import World
 
 from contracts import failpoints
-from contracts.artifacts import Artifact, list_artifacts, open_artifact
+from contracts.artifacts import Artifact, discard_artifact, find_artifact, list_artifacts, open_artifact
 from contracts.store import LocalStore
 from trainer.algorithms.ppo import Ppo
 from trainer.config import SNAPSHOT, LoraConfig, RlConfig, RlJob, SftJob
-from trainer.errors import SnapshotRefused, TrainingStopped
+from trainer.errors import SnapshotRefused, TrainingDataError, TrainingStopped
 from trainer.metrics import Record
 from trainer.result import TrainResult
 from trainer.run import run_job
@@ -166,6 +166,22 @@ def test_a_checkpoint_has_the_weights_of_the_state_that_is_committed(
     assert "another run of this job has committed" in str(seen[-1]["warning"])
     refs = {"checkpoint": found.checkpoint, "trainer_state": found.trainer_state}
     assert run_job(renamed(job, "next").model_copy(update=refs)) is not None
+
+
+@pytest.mark.parametrize("settings", [{}, {"lora": LoraConfig()}], ids=["all weights", "adapter"])
+@pytest.mark.parametrize("backend", ["torch", "fsdp2"])
+def test_a_checkpoint_without_state_gets_none_of_other_weights(
+    world: World, job: RlJob, backend: str, settings: dict[str, Any]
+) -> None:
+    """`triplane gc` removes states; training again gives other weights on other hardware, here by another seed."""
+    job = renamed(job, "lone", optimizer_steps=2, **settings).model_copy(update={"backend": backend})
+    before = run_job(job)
+    assert before is not None
+    discard_artifact(world.store, before.trainer_state)
+    with pytest.raises(TrainingDataError, match=rf"artifacts/checkpoint/{job.key} has lost its trainer_state.*delete"):
+        run_job(job.model_copy(update={"seed": job.seed + 1}))
+    assert find_artifact(world.store, "trainer_state", job.key) is None
+    assert digests(run_job(job)) == digests(before)
 
 
 def test_a_base_policy_has_the_weights_of_the_state_that_is_committed(world: World) -> None:
