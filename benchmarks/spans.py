@@ -90,8 +90,8 @@ class MeasuredSandbox(Sandbox):
 class MeasuredClient(SandboxClient):
     """A client whose sandboxes and verifications are recorded."""
 
-    def __init__(self, address: str, spans: Spans) -> None:
-        super().__init__(address)
+    def __init__(self, address: str, backend: str, spans: Spans) -> None:
+        super().__init__(address, backend=backend)
         self._spans = spans
 
     async def create(self, template: str, **options: Any) -> Sandbox:
@@ -121,7 +121,7 @@ class MeasuredSandboxes(SandboxesResource):
     @asynccontextmanager
     async def client(self, config: SandboxesConfig) -> AsyncIterator[SandboxClient]:
         """See SandboxesResource.client."""
-        async with MeasuredClient(self.address(config), self._spans) as client:
+        async with MeasuredClient(self.address(config), config.asked_backend, self._spans) as client:
             yield client
 
     def record_in(self, spans: Spans) -> None:

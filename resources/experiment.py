@@ -136,6 +136,11 @@ class SandboxesConfig(Section):
         """Address of the running server. None: the run starts one."""
         return self.address or os.environ.get(ENVD_VARIABLE)
 
+    @property
+    def asked_backend(self) -> str:
+        """Backend that the server is asked for. Empty: the server chooses."""
+        return "" if self.backend == "auto" else self.backend
+
 
 LauncherKind = Literal["auto", "local", "kubernetes"]
 

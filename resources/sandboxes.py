@@ -51,8 +51,7 @@ class SandboxesResource(dg.ConfigurableResource[Any]):
     @asynccontextmanager
     async def client(self, config: SandboxesConfig) -> AsyncIterator[SandboxClient]:
         """A connected client, of one server or of a list. Its sandboxes and verdicts run on the configured backend."""
-        backend = "" if config.backend == "auto" else config.backend
-        async with open_client(self.address(config), backend) as client:
+        async with open_client(self.address(config), config.asked_backend) as client:
             yield client
 
     def close(self) -> None:

@@ -165,6 +165,8 @@ def test_the_image_of_trainers_has_what_triton_and_the_shipped_experiments_need(
     assert "packages AS trainer" in instructions("FROM") and "--target trainer" in PAGE.read_text()
     packages = {word for value in instructions("RUN", "trainer") if "apt-get" in value for word in value.split()}
     assert {"gcc", "g++", "libc6-dev"} <= packages
+    # without them CUDA's own headers do not compile
+    assert any("cuda-toolkit[cccl,crt,nvml]" in value for value in instructions("RUN", "trainer"))
     needed = set()
     for path in sorted((ROOT / "experiments").glob("*.yaml")):
         trainer = load_experiment(path).trainer
