@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -40,8 +41,12 @@ def opened(folder: Path, version: str = FIRST, env: dict[str, str] | None = None
 
 def servers() -> list[psutil.Process]:
     """Servers that this process started and that still run."""
-    found = psutil.Process().children(recursive=True)
-    return [each for each in found if "tests.inference.trtllm_server" in each.cmdline() and "--" not in each.cmdline()]
+    found = []
+    for each in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # it ends meanwhile, or has ended
+            if "tests.inference.trtllm_server" in (command := each.cmdline()) and "--" not in command:
+                found.append(each)
+    return found
 
 
 @pytest.mark.slow
