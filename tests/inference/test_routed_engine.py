@@ -18,7 +18,8 @@ from inference.router.publisher import EventPublisher
 from inference.router.router import Decision
 from tests.inference.conftest import write_checkpoint
 from tests.inference.test_cache_events import events_port
-from tests.vllm.fleet_servers import free_port, until
+from tests.ports import free_port
+from tests.vllm.fleet_servers import until
 
 pytestmark = pytest.mark.anyio
 
@@ -71,8 +72,8 @@ async def test_turns_stay_and_siblings_meet(policies: tuple[Path, Path]) -> None
         finish(decision, seconds=seconds, sampled=sampled)
 
     engine._router.begin = noted  # type: ignore[method-assign]
-    for episode in range(12):
     engine._router.finish = finished  # type: ignore[method-assign]
+    for episode in range(12):
         await play(engine, episode)
         await asyncio.sleep(0.01)
     assert len(chosen) == 3, "first blocks of three groups"

@@ -14,11 +14,12 @@ import pytest
 
 from inference.engines import SamplingParams, TrtllmConfig, open_engine
 from inference.engines.builtin import BuiltinEngine
-from inference.engines.guarded import GuardedServer, free_port
+from inference.engines.guarded import GuardedServer
 from inference.engines.seeds import mixed_seed
 from inference.engines.trtllm import TrtllmEngine
 from inference.errors import EngineError, EngineStopped, EngineUnreachable, RequestTooLong, WeightsDiffer
 from tests.inference.conftest import write_checkpoint
+from tests.ports import free_port
 
 pytestmark = pytest.mark.anyio
 ROOT = Path(__file__).parents[2]
