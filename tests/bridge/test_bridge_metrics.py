@@ -12,9 +12,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from contracts.errors import ConfigError
 from contracts.pb import bridge_pb2 as pb
 from inference.bridge.registry import Bounds
-from inference.engines.guarded import free_port
 from tests.bridge.bridge_harness import builtin_bridge, new_id, refused, start_request
 from tests.inference.conftest import write_checkpoint
+from tests.ports import free_port
 
 pytestmark = pytest.mark.anyio
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import http.server
 import shutil
-import socket
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -50,12 +49,11 @@ from resources.deployment import fault_of, swap_servers
 from resources.errors import DeploymentFailed, RegistryError
 from resources.experiment import DeploymentConfig, parse_experiment
 from resources.refs import require_ref
+from tests.ports import free_port
 
 
 def url_of_nobody() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"http://127.0.0.1:{probe.getsockname()[1]}/v1"
+    return f"http://127.0.0.1:{free_port()}/v1"
 
 
 def decision_artifact(stage: Stage) -> Artifact:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ from inference.engines.base import Completion, SamplingParams
 from inference.engines.config import BuiltinConfig, EngineConfig, OpenAIConfig
 from resources.refs import require_ref
 from resources.sampler import SamplerResource
+from tests.ports import free_port
 
 PARAMS = SamplingParams(temperature=1.0, max_tokens=8, seed=5)
 
@@ -36,9 +36,7 @@ def policies(ran: World) -> tuple[Artifact, Artifact]:
 @pytest.fixture
 def address(policies: tuple[Artifact, Artifact]) -> Iterator[str]:
     """A server of the base policy."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        listen = f"127.0.0.1:{probe.getsockname()[1]}"
+    listen = f"127.0.0.1:{free_port()}"
     command = [
         sys.executable,
         "-m",

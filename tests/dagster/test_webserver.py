@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ import pytest
 from contracts.store import open_store
 from resources.experiment import Experiment
 from resources.registry import Registry
+from tests.ports import free_port
 from tests.webserver import LAUNCH, ask, wait_until_up
 from triplane_dagster.jobs import EXPERIMENT_TAG
 
@@ -80,9 +80,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
     assert "max_concurrent_runs: 1" in shipped
     # with room for more, what keeps runs of one experiment apart is their pool
     (tmp_path / "dagster.yaml").write_text(shipped.replace("max_concurrent_runs: 1", "max_concurrent_runs: 3"))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [
         Path(sys.executable).with_name("dagster"),
         "dev",

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.deploy.compose import ROOT, image_environment, services
-from tests.deploy.postgres import WITH_PARENT, free_port
+from tests.deploy.postgres import WITH_PARENT
+from tests.ports import free_port
 from tests.webserver import ADD, LAUNCH, ask
 
 PATIENCE_S = 600.0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -18,6 +17,7 @@ from typing import Any
 import psycopg2
 
 from tests.needs import require
+from tests.ports import free_port
 
 PATIENCE_S = 120.0
 WITH_PARENT = ("setpriv", "--pdeathsig", "TERM")
@@ -60,13 +60,6 @@ def programs() -> Path | None:
     if found:
         return Path(found).resolve().parent
     return max(Path("/usr/lib/postgresql").glob("*/bin"), default=None)
-
-
-def free_port() -> int:
-    """A TCP port of this machine that nothing listens at."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def connect(port: int, database: str) -> Any:

@@ -27,8 +27,8 @@ from envd.local import LocalEnvd
 from envd.meeting import KEY_FILE_VARIABLE, default_address
 from envd.operations.client import OperationsClient
 from tests.envd.harness import FILES
-from tests.envd.test_services_tls import free_port
 from tests.envd.test_verify_unprivileged import PYENV, SHOW_PYTHON, closed_above
+from tests.ports import free_port
 
 pytestmark = pytest.mark.slow
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ from contracts.rpc.meeting import meeting_directory
 from envd.operations.client import OperationsClient
 from envd.tools import toolset_named
 from tests.envd.harness import Harness
+from tests.ports import free_port
 
 pytestmark = pytest.mark.slow
 
@@ -110,9 +110,7 @@ def over_http(url: str) -> Client:
 
 @contextmanager
 def http_server(address: str, *options: str) -> Iterator[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [sys.executable, *COMMAND, "--address", address, "--http", f"127.0.0.1:{port}", *options]
     process = subprocess.Popen(command, env=ENVIRONMENT)
     try:

@@ -24,14 +24,9 @@ from envd.local import LocalEnvd
 from envd.operations.client import OperationsClient
 from envd.server.observing import Observing
 from envd.server.operations.tracing import start_tracing
+from tests.ports import free_port
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 def scrape(port: int) -> Samples:

@@ -20,6 +20,7 @@ from envd.client import Access, ToolCall
 from envd.errors import MigrationError, ServerUnavailable
 from envd.operations.client import OperationsClient
 from tests.envd.harness import FILES
+from tests.ports import free_port
 
 READ = ToolCall("read", {"path": "calc.py"})
 
@@ -42,14 +43,6 @@ def certificate(
     pem = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     (directory / f"{name}.key").write_bytes(key.private_bytes(*pem))
     return made, key
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 @contextmanager

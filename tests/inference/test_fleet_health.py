@@ -31,7 +31,8 @@ from inference.fleet.pools import Pools, Wanted
 from inference.fleet.registry import Drain, Joined, LocalRegistry
 from inference.fleet.update import Rollout, roll
 from inference.router import Namespace, Router
-from tests.vllm.fleet_servers import free_port, until
+from tests.ports import free_port
+from tests.vllm.fleet_servers import until
 
 pytestmark = pytest.mark.anyio
 

@@ -28,7 +28,8 @@ from tests.inference.test_route_command import ROOT, Routed, routed
 from tests.inference.test_routed_engine import served
 from tests.inference.test_shared_router import Server
 from tests.needs import require
-from tests.vllm.fleet_servers import environment, free_port, until
+from tests.ports import free_port
+from tests.vllm.fleet_servers import environment, until
 from triplane_dagster.cli.app import app
 
 pytestmark = pytest.mark.slow

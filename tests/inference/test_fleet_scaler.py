@@ -17,7 +17,8 @@ from tests.inference.conftest import write_checkpoint
 from tests.inference.test_fleet_routing import Load, process, state
 from tests.inference.test_route_command import Routed, routed
 from tests.inference.test_routed_engine import served
-from tests.vllm.fleet_servers import free_port, until
+from tests.ports import free_port
+from tests.vllm.fleet_servers import until
 
 pytestmark = pytest.mark.slow
 

@@ -4,9 +4,10 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -328,34 +329,50 @@ async def test_an_unreachable_server_is_named_after_bounded_retries() -> None:
 @pytest.mark.parametrize("signals", [1, 2])
 def test_sigterm_answers_what_was_accepted_and_exits_with_0(served: tuple[str, Path, Path], signals: int) -> None:
     """A second signal ends the time for late requests, not the requests in flight."""
-    command = ["serve", "--policy", str(served[1]), "--listen", "127.0.0.1:0", "--threads", "1", "--drain", "2"]
+    drain_s = 2 if signals == 1 else 600
+    command = [
+        "serve",
+        "--policy",
+        str(served[1]),
+        "--listen",
+        "127.0.0.1:0",
+        "--threads",
+        "1",
+        "--drain",
+        str(drain_s),
+    ]
     process = subprocess.Popen([sys.executable, "-m", "inference", *command], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     found = re.search(r"at (http://\S+/v1)", process.stdout.readline())
     assert found
-    body = {"prompt": [1, 2], "max_tokens": 250, "seed": 1}
-    with httpx.Client(base_url=found[1], timeout=60) as http, ThreadPoolExecutor() as threads:
+    body = {"prompt": [1, 2], "max_tokens": 250, "seed": 1, "stream": True, "stream_options": {"include_usage": True}}
+    with httpx.Client(base_url=found[1], timeout=120) as http, ThreadPoolExecutor(8) as threads:
 
-        def ask() -> httpx.Response | None:
-            try:
-                return http.post("/completions", json=body)
-            except httpx.ConnectError:
-                return None  # it was not accepted
+        def ask(begun: threading.Event) -> int:
+            with http.stream("POST", "/completions", json=body) as reply:
+                lines = []
+                for line in reply.iter_lines():
+                    begun.set()
+                    lines.append(line)
+            assert reply.status_code == 200 and "data: [DONE]" in lines
+            *_, last = (json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {"))
+            return int(last["usage"]["completion_tokens"])
 
-        flying = [threads.submit(ask) for _ in range(8)]
-        time.sleep(0.3)
-        began = time.monotonic()
-        for _ in range(signals):
+        def in_flight() -> list[Future[int]]:
+            """Requests that have begun to be answered."""
+            begun = [threading.Event() for _ in range(8)]
+            asked = [threads.submit(ask, each) for each in begun]
+            assert all(each.wait(120) for each in begun)
+            return asked
+
+        asked, began = in_flight(), time.monotonic()
+        process.terminate()
+        if signals == 2:
+            assert process.stdout.readline().startswith("draining: ")
+            asked += in_flight()  # late ones
             process.terminate()
-            time.sleep(0.1)
-        if signals == 1:
-            flying += [threads.submit(ask)]
-        answers = [each.result() for each in flying]
-    accepted = [answer for answer in answers if answer is not None]
-    assert accepted and (len(accepted) == 9 or signals == 2)
-    assert {answer.status_code for answer in accepted} == {200}
-    assert {answer.json()["usage"]["completion_tokens"] for answer in accepted} == {250}
-    assert process.wait(60) == 0
+        assert {each.result() for each in asked} == {250}
+    assert process.wait(120) == 0
     assert (time.monotonic() - began >= 2) or signals == 2
     process.stdout.close()
 

@@ -30,7 +30,8 @@ from inference.server.prompts import asked
 from tests.http_client import HTTP
 from tests.inference.conftest import write_checkpoint
 from tests.inference.test_routed_engine import served
-from tests.vllm.fleet_servers import environment, free_port, until
+from tests.ports import free_port
+from tests.vllm.fleet_servers import environment, until
 
 pytestmark = pytest.mark.slow
 

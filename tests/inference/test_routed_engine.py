@@ -15,9 +15,11 @@ from inference.engines.builtin import BuiltinEngine
 from inference.engines.routed import RoutedEngine
 from inference.errors import EngineStopped, EngineUnreachable
 from inference.router.publisher import EventPublisher
+from inference.router.router import Decision
 from tests.inference.conftest import write_checkpoint
 from tests.inference.test_cache_events import events_port
-from tests.vllm.fleet_servers import free_port, until
+from tests.ports import free_port
+from tests.vllm.fleet_servers import until
 
 pytestmark = pytest.mark.anyio
 
@@ -57,13 +59,20 @@ async def test_replicas_give_the_tokens_of_one_engine(policies: tuple[Path, Path
 async def test_turns_stay_and_siblings_meet(policies: tuple[Path, Path]) -> None:
     engine = opened(policies[0])
     chosen: dict[int, list[str]] = {}
-    begin = engine._router.begin
+    begin, finish = engine._router.begin, engine._router.finish
 
-    def noted(decision: object) -> None:
-        chosen.setdefault(decision.hashes.item(0), []).append(decision.replica)  # type: ignore[attr-defined]
-        begin(decision)  # type: ignore[arg-type]
+    def noted(decision: Decision) -> None:
+        chosen.setdefault(decision.hashes.item(0), []).append(decision.replica)
+        begin(decision)
+
+    def finished(decision: Decision, *, seconds: float | None = None, sampled: int = 0) -> None:
+        """All replicas are equally fast: a busy machine may make the one with the prompt seem slow."""
+        if seconds is not None:
+            seconds = 1e-4 * (decision.prompt - decision.cached) + 1e-3 * sampled
+        finish(decision, seconds=seconds, sampled=sampled)
 
     engine._router.begin = noted  # type: ignore[method-assign]
+    engine._router.finish = finished  # type: ignore[method-assign]
     for episode in range(12):
         await play(engine, episode)
         await asyncio.sleep(0.01)

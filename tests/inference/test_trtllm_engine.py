@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -13,11 +14,12 @@ import pytest
 
 from inference.engines import SamplingParams, TrtllmConfig, open_engine
 from inference.engines.builtin import BuiltinEngine
-from inference.engines.guarded import GuardedServer, free_port
+from inference.engines.guarded import GuardedServer
 from inference.engines.seeds import mixed_seed
 from inference.engines.trtllm import TrtllmEngine
 from inference.errors import EngineError, EngineStopped, EngineUnreachable, RequestTooLong, WeightsDiffer
 from tests.inference.conftest import write_checkpoint
+from tests.ports import free_port
 
 pytestmark = pytest.mark.anyio
 ROOT = Path(__file__).parents[2]
@@ -40,8 +42,12 @@ def opened(folder: Path, version: str = FIRST, env: dict[str, str] | None = None
 
 def servers() -> list[psutil.Process]:
     """Servers that this process started and that still run."""
-    found = psutil.Process().children(recursive=True)
-    return [each for each in found if "tests.inference.trtllm_server" in each.cmdline() and "--" not in each.cmdline()]
+    found = []
+    for each in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # it ends meanwhile, or has ended
+            if "tests.inference.trtllm_server" in (command := each.cmdline()) and "--" not in command:
+                found.append(each)
+    return found
 
 
 @pytest.mark.slow

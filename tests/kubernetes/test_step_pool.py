@@ -20,7 +20,7 @@ from contracts.errors import ConfigError
 from contracts.pb import steps_pb2, steps_pb2_grpc
 from resources.experiment import load_experiment
 from tests.kubernetes.pool_driver import IMAGE
-from tests.kubernetes.trainings import free_port
+from tests.ports import free_port
 from triplane_dagster.assembly import definitions_for
 from triplane_dagster.experiment_files import experiments_digest
 from triplane_dagster.step_pool import PASSWORD, PooledSteps, fits, pool_key

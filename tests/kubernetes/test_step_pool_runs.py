@@ -14,13 +14,14 @@ from pathlib import Path
 import dagster as dg
 import pytest
 
+from tests.ports import free_port
+
 pytest.importorskip("dagster_k8s")
 
 from envd.sandbox.proctree import descendants
 from resources.placement import PlacementConfig
 from tests.kubernetes.run_world import PATIENCE_S, ROOT, RunWorld, run_world
 from tests.kubernetes.test_step_pool import is_gone, until
-from tests.kubernetes.trainings import free_port
 from triplane_dagster.step_pool import PASSWORD, RESOURCES, VARIABLE
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]

@@ -1,6 +1,5 @@
 """Runs the Kubernetes launcher as an op does. (No postponed annotations: Dagster reads the op's own.)"""
 
-import socket
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,12 +7,7 @@ import dagster as dg
 
 from resources.kubernetes.launcher import KubernetesLauncher
 from resources.launch import Launch
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+from tests.ports import free_port
 
 
 def launch_as_job(launch: Launch, **options: Any) -> list[Mapping[str, Any]]:

@@ -36,6 +36,7 @@ from inference.rollouts.worker import run_shard
 from inference.rollouts.workspace import Workspaces
 from resources.experiment import SandboxesConfig
 from resources.sandboxes import SandboxesResource
+from tests.ports import free_port
 
 pytestmark = pytest.mark.slow
 
@@ -295,9 +296,7 @@ async def _named(monkeypatch: pytest.MonkeyPatch, addresses: list[str]) -> None:
 def test_a_name_stands_for_all_its_addresses_and_is_resolved_again_when_a_server_is_lost(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     hosts = ["127.0.0.1", "127.0.0.2"]
     servers = [Server(tmp_path / host, listen=f"{host}:{port}") for host in (*hosts, "127.0.0.3")]
 
@@ -450,9 +449,7 @@ async def health(address: str) -> str:
 def test_a_port_beyond_this_machine_asks_for_the_key_without_tls_and_health_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     key = tmp_path / "key"
     key.write_text("k" * 40 + "\n")
     server = Server(tmp_path / "s", "--key-file", str(key), listen=f"0.0.0.0:{port}")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -27,6 +26,7 @@ from contracts.artifacts import ArtifactRef, find_artifact, list_artifacts
 from contracts.digests import digest_of
 from contracts.failpoints import KILL_VARIABLE
 from contracts.upkeep import check_store, find_garbage, remove_garbage
+from tests.ports import free_port
 from trainer.config import SNAPSHOT, RlJob, SftJob
 from trainer.nodes import NODE_INDEX, NODES, RENDEZVOUS_S
 from trainer.run import run_job
@@ -81,9 +81,7 @@ class Machines:
 
     def start(self, job: SftJob | RlJob, kill: Mapping[int, str] | None = None) -> list[subprocess.Popen[str]]:
         """One agent for each. kill: failpoint by rank."""
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = str(probe.getsockname()[1])
+        port = str(free_port())
         found = []
         for index in range(2):
             own = {NODES: "2", NODE_INDEX: str(index), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}

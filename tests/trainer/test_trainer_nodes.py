@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 
 import pytest
 from trainer_world import World
 
+from tests.ports import free_port
 from trainer.config import SftJob
 from trainer.errors import RanksLost, TrainingConfigError
 from trainer.nodes import NODE_INDEX, NODES, RENDEZVOUS_S, Node, await_address, local_ranks, this_node
@@ -19,9 +19,7 @@ from trainer.nodes import NODE_INDEX, NODES, RENDEZVOUS_S, Node, await_address, 
 
 def agents_of(job: SftJob, count: int, **variables: str) -> list[subprocess.Popen[str]]:
     """One agent for each machine."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     common = {NODES: str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), RENDEZVOUS_S: "60", **variables}
     return [
         subprocess.Popen(

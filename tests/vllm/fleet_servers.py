@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,15 +14,10 @@ from typing import Any
 import httpx
 
 from tests.http_client import HTTP
+from tests.ports import free_port
 from tests.vllm.conftest import HERE, ROOT
 
 START_S = 60.0
-
-
-def free_port(host: str = "127.0.0.1") -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
 
 
 def until(reached: Callable[[], bool], timeout_s: float = START_S) -> None:

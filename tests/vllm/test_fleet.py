@@ -19,7 +19,8 @@ from inference.engines.fleet import FleetEngine, give_back_fleet
 from inference.errors import EngineStopped, EngineUnreachable, StaleVersion, WeightsDiffer
 from tests.inference.test_shared_router import Server
 from tests.needs import require
-from tests.vllm.fleet_servers import StubServer, free_port
+from tests.ports import free_port
+from tests.vllm.fleet_servers import StubServer
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 FIRST, SECOND = "a" * 64, "b" * 64

@@ -21,7 +21,8 @@ from inference.engines import SamplingParams, VllmConfig, fleet, open_engine
 from inference.engines.fleet import give_back_fleet
 from inference.engines.scaling import Scale
 from inference.errors import EngineUnreachable
-from tests.vllm.fleet_servers import StubServer, free_port
+from tests.ports import free_port
+from tests.vllm.fleet_servers import StubServer
 
 pytest.importorskip("kubernetes")
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]

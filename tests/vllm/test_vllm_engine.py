@@ -21,6 +21,7 @@ from inference.engines.vllm import VllmEngine
 from inference.engines.vllm_keeper import VllmKeeper
 from inference.errors import EngineError, EngineStopped, EngineUnreachable, RequestTooLong, StaleVersion, WeightsDiffer
 from tests.http_client import HTTP
+from tests.ports import free_port
 from tests.vllm.conftest import fake_config
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
@@ -326,9 +327,7 @@ async def test_a_server_that_can_not_start_is_one_line_with_its_last_words(polic
 
 
 async def test_a_server_of_somebody_else_is_waited_for_and_given_the_policy_anew(policies: Policies) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     config = fake_config(base_url=f"http://127.0.0.1:{port}", startup_timeout_s=120)
     command = [
         config.python,

@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from inference.engines import SamplingParams, VllmConfig, open_engine
-from inference.engines.guarded import GuardedServer, free_port
+from inference.engines.guarded import GuardedServer
 from inference.engines.vllm import VllmEngine
 from inference.engines.vllm_plain import plain_checkpoint
 from inference.engines.vllm_server import server_command, server_environment
@@ -28,6 +28,7 @@ from tests.inference.conftest import write_checkpoint
 from tests.inference.test_cache_events import events_port, reached
 from tests.inference.test_fleet_routing import Load, end_and_check, fleet, state
 from tests.inference.test_route_command import metric, routed
+from tests.ports import free_port
 from tests.vllm.conftest import real_config
 from tests.vllm.fleet_servers import is_healthy, until
 
