@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from contracts.artifacts import ArtifactWriter, find_artifact, list_artifacts, open_artifact
+from contracts.artifacts import ArtifactWriter, discard_artifact, find_artifact, list_artifacts, open_artifact
 from contracts.errors import ArtifactCorrupt, ArtifactMissing, StoreError
 from contracts.pointers import Pointer, PointerEntry
 from contracts.s3store import S3Store
@@ -151,6 +151,36 @@ def test_tampered_file_is_detected(tmp_path: Path) -> None:
     path.write_bytes(b"forged")
     with pytest.raises(ArtifactCorrupt, match=r"data\.bin does not match"):
         artifact.path("data.bin")
+
+
+def test_manifest_of_another_key_kind_or_content_is_refused(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    write(store, "t" * 64, b"x")
+    artifact = find_artifact(store, "thing", "t" * 64)
+    assert artifact is not None
+    changed = artifact.manifest.model_copy(update={"action_key": "v" * 64, "content_digest": "0" * 64})
+    for kind, key, manifest in (
+        ("thing", "u" * 64, artifact.manifest),
+        ("other", "t" * 64, artifact.manifest),
+        ("thing", "v" * 64, changed),
+    ):
+        store.create(f"artifacts/{kind}/{key}/manifest.json", manifest.model_dump_json().encode())
+        with pytest.raises(ArtifactCorrupt, match=r"manifest\.json was changed"):
+            find_artifact(store, kind, key)
+
+
+def test_artifact_whose_removal_is_interrupted_does_not_exist(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(store, "t" * 64, b"x")
+    artifact = find_artifact(store, "thing", "t" * 64)
+    assert artifact is not None
+
+    def interrupted(prefix: str) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(store, "discard", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        discard_artifact(store, artifact.ref)
+    assert find_artifact(store, "thing", "t" * 64) is None
 
 
 def test_local_store_leaves_no_temporary_files(tmp_path: Path) -> None:

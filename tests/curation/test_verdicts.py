@@ -105,6 +105,21 @@ def test_solved_means_that_the_run_completed_and_every_named_test_passed_and_not
     assert verdict.tests_passed == sum(reported[name] == {"passed"} for name in TESTS)
 
 
+@pytest.mark.parametrize("exit", ["completed", "crashed", "timed_out", "apply_failed"])
+def test_passed_reports_solve_only_if_the_run_completed(exit: str) -> None:
+    assert make_verdict(TESTS, result("passed", "passed", exit=exit)).solved == (exit == "completed")
+
+
+def test_run_without_named_tests_solves_nothing() -> None:
+    assert not make_verdict((), SOLVED).solved
+
+
+def test_suspicion_stays_on_an_unsolved_state_and_goes_from_a_solved_one() -> None:
+    for status, kinds in (("passed", []), ("failed", ["review"])):
+        verdict = make_verdict(TESTS, dataclasses.replace(result("passed", status), tampering=("review:app.py",)))
+        assert [each.kind for each in verdict.findings] == kinds
+
+
 async def together(verifier: EagerVerifier, diffs: Sequence[bytes]) -> list[bool]:
     return [verdict.solved for verdict in await asyncio.gather(*(verifier.grade(TASK, diff) for diff in diffs))]
 
