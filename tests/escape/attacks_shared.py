@@ -10,7 +10,7 @@ import os
 from collections import deque
 from pathlib import Path
 
-from envd.client import Limits, SandboxGone, ToolCall
+from envd.client import EnvdError, Limits, SandboxGone, ToolCall
 from envd.operations.client import ManagedSandbox
 from tests.escape.arena import Arena
 from tests.escape.attack import OWN_KERNEL, UNTOLD, Attack
@@ -206,8 +206,8 @@ HOLD_LOCKS = f"""
 import fcntl, resource
 fds = [os.open(path, os.O_RDONLY) for path in {_SHARED!r}]
 for fd in fds:
-    fcntl.flock(fd, fcntl.LOCK_EX)
     try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
         fcntl.fcntl(fd, 38, struct.pack("hhqqi", fcntl.F_RDLCK, 0, 0, 0, 0))  # F_OFD_SETLKW
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_RDLCK)
     except OSError as error:
@@ -216,12 +216,13 @@ open("ready", "w").close()
 time.sleep(60)
 """
 TRY_LOCKS = f"""
-import fcntl, os, sys
+import errno, fcntl, os, sys
 for path in {_SHARED!r}:
     try:
         fcntl.flock(os.open(path, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        print("BREACH", path, "is locked:", error)
+        free = error.errno == errno.ENOLCK and path.startswith("/dev/")  # gVisor's devices take no locks
+        print("takes no locks:" if free else "BREACH locked:", path, error)
 print("all are free")
 """
 HEAR = f"""
@@ -267,7 +268,7 @@ async def locks(arena: Arena) -> str:
     """The neighbour, and a verifier, need the same files."""
     _, running = await _begin(arena, HOLD_LOCKS)
     said = await arena.neighbour.run(TRY_LOCKS)
-    tests = {"test_hidden.py": _as_test(TRY_LOCKS.replace('print("BREACH"', 'raise RuntimeError("BREACH"'))}
+    tests = {"test_hidden.py": _as_test(TRY_LOCKS.replace('print("takes', 'assert free, print("takes'))}
     verdict = await arena.verified({}, hidden=tests, tests=("test_hidden.py::test_it",))
     running.cancel()
     return "\n".join([*said, "a verifier: " + verdict])
@@ -309,7 +310,11 @@ async def first_process(arena: Arena) -> str:
     sandbox = await arena.sandbox()
     await sandbox.files.write(_FILE, f"from attempts import *\n{FIRST}".encode())
     said = (await sandbox.call(ToolCall("exec", {"command": f"python3 {_FILE}"}), timeout_s=arena.patience_s)).text
-    diff = await sandbox.finish()
+    try:
+        diff = await sandbox.finish()
+    except EnvdError as error:
+        await (await arena.sandbox()).finish()  # by which rollouts know whose fault it is
+        return f"{said}\nBREACH no diff: {error}"
     return f"{said}\n{'its diff is told' if b'attempt' in diff else 'BREACH no diff: ' + repr(diff[:80])}"
 
 
@@ -401,7 +406,10 @@ ATTACKS = (
         audit=("syscall.refused",),
         unseen_on=UNTOLD,
         mark=_FILE,
-        harmless_on=_OWN_USER,
+        harmless_on={
+            **_OWN,
+            "gvisor": "process 1 is the agent of this sandbox alone: its episode fails, by its own fault",
+        },
     ),
     Attack(
         "hard-links",
