@@ -77,7 +77,7 @@ async def work(connect: Callable[[], OperationsClient], chance: random.Random, n
 
 
 async def main(address: str, seed: int) -> None:
-    """Let some workers use the server."""
+    """Run concurrent workers, which use the server until this process is killed."""
     chance, first = random.Random(seed), seed * 1_000_000
     span = 1_000_000 // _AT_ONCE
     await asyncio.gather(

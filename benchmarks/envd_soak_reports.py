@@ -29,12 +29,12 @@ def report_error(kind: str, since: float, error: EnvdError, lifetime_s: float) -
 
 
 class Reports:
-    """Reports of all clients, and the times in which a killed server was away."""
+    """Reports of all clients, and the intervals in which a killed server or spawner was unavailable."""
 
     def __init__(self) -> None:
         self.said: Counter[str] = Counter()
         self.wrong: list[str] = []
-        """Wrong answers and errors that no kill explains."""
+        """Wrong answers, and errors outside these intervals."""
         self._away: list[tuple[float, float]] = []
         """From each kill of a server or spawner until the next server serves."""
 

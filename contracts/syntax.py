@@ -32,7 +32,7 @@ def parse_python(source: str | bytes) -> ast.Module:
 
 
 def has_lone_return(source: bytes) -> bool:
-    """Whether a carriage return without a newline ends a line: `ast` counts it, unlike who counts newlines."""
+    """Whether a carriage return alone ends a line: `ast` counts such lines, code that splits at newlines does not."""
     return b"\r" in source.replace(b"\r\n", b"\n")
 
 

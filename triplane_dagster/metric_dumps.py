@@ -174,7 +174,7 @@ def _difference(now: Buckets, before: Buckets | None) -> Buckets:
 
 
 def columns(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows with equal keys, for a table. NaN and missing values are None."""
+    """Give all rows the same keys, as a table needs them. NaN and missing values become None."""
     found = list(rows)
     names = list(dict.fromkeys(name for row in found for name in row))
     return [{name: _number(row.get(name)) for name in names} for row in found]

@@ -46,11 +46,9 @@ def metrics(
     from triplane_dagster.metric_dumps import columns, read_dump, summarize
 
     first = read_dump(dump)
-    if later is None and seconds is None:
-        rows = summarize(first)
-    else:
-        if later is None and seconds is not None:
-            time.sleep(seconds)
-        rows = summarize(read_dump(later or dump), first, seconds)
+    if later is None and seconds is not None:
+        time.sleep(seconds)
+        later = dump
+    rows = summarize(first) if later is None else summarize(read_dump(later), first, seconds)
     shown = columns(row for row in rows if fnmatch.fnmatchcase(row["metric"], match))
     print_rows(shown, as_json=as_json, empty=f"no metric matches {match!r}")

@@ -155,7 +155,7 @@ def _asking(config: MakeConfig) -> list[str]:
 def _read(
     source: str, config: MakeConfig, store: Store, index: str | None, wheelhouse: Path | None
 ) -> tuple[Repository, Tree | None]:
-    """The repository, and the older version of it that is configured. Raises TaskError if they can't be used."""
+    """The repository, and its older version if the configuration names one. Raises TaskError."""
     repository = read_repository(source, store, index=index, wheelhouse=wheelhouse)
     check_licence(repository.name, repository.licence, config.allowed)
     check_tests(repository)
