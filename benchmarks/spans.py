@@ -15,9 +15,9 @@ from envd.types import Handle, ToolCall, ToolResult, VerifyResult
 from inference.engines import EngineConfig
 from inference.engines.base import Completion, Engine, SamplingParams
 from inference.engines.delegating import DelegatingEngine
-from resources.experiment import SandboxesConfig
 from resources.sampler import Role, SamplerResource
 from resources.sandboxes import SandboxesResource
+from resources.sandboxes_config import SandboxesConfig
 
 Interval = tuple[float, float]
 

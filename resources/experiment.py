@@ -6,7 +6,6 @@ enter no key.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
@@ -28,16 +27,16 @@ from curation.dataset import DatasetConfig
 from curation.rewards import RewardConfig
 from curation.tasks.demonstrations import DemonstrationConfig
 from curation.tasks.suite import ImportedSuiteConfig, TaskSuiteConfig
-from envd.backends import BackendName
-from envd.types import Limits
 from inference.engines.config import BuiltinConfig, EngineConfig
 from inference.rollouts.config import RolloutConfig
 from resources.cron import cron_fault
 from resources.errors import ExperimentError
 from resources.overrides import apply_overrides, explain, merge
 from resources.placement import PlacementConfig
+from resources.sandboxes_config import SandboxesConfig
 from resources.section import Section
-from trainer.config import BackendConfig, Device, RlConfig, SftConfig, require_divisor
+from resources.trainer_config import TrainerConfig
+from trainer.config import SftConfig, require_divisor
 from trainer.model_config import ModelConfig
 
 _NAME = r"^[a-z][a-z0-9_]{0,62}$"
@@ -88,151 +87,6 @@ class PromptsConfig(Section):
     """Spare prompts that replace groups without variance."""
     workers: int = Field(default=1, ge=1, le=1024)
     """Mapped steps that share the groups. One worker runs hundreds of episodes at once; few are needed."""
-
-
-class LimitsConfig(Section):
-    """Resource limits of one episode's sandbox; their bounds are those of a sandbox server."""
-
-    memory_mb: int = Field(default=512, ge=16, le=1 << 22)
-    """Memory of all processes and files together, in MiB."""
-    pids: int = Field(default=64, ge=4, le=1 << 22)
-    """Processes and threads alive at once."""
-    cpu: float = Field(default=1.0, gt=0, le=1024)
-    """CPU cores."""
-    disk_mb: int = Field(default=64, ge=1, le=1 << 24)
-    """Disk space for all written files, in MiB."""
-    lifetime_s: float = Field(default=600.0, gt=0, le=31_536_000)
-    """Maximum lifetime, in seconds."""
-
-    def limits(self) -> Limits:
-        """Limits in the environment plane's type."""
-        return Limits(**self.model_dump())
-
-
-ENVD_VARIABLE = "TRIPLANE_ENVD"
-"""Address of a running envd server, e.g. of a deployment, for experiments that name none: `unix:/path`, `host:port`,
-`dns:NAME:PORT` for every address behind a name, or several of them with commas between.
-"""
-
-
-class SandboxesConfig(Section):
-    """Where episodes and verifications run."""
-
-    backend: Literal["auto", BackendName] = "auto"
-    """Backend of the sandboxes of agents and verdicts. A running server refuses them if it lacks that backend. auto:
-    the running server chooses; a server that the run starts uses namespaces, else gvisor, never plain, which isolates
-    nothing.
-    """
-    address: str | None = None
-    """`unix:/path` or `host:port` of a running envd server, whose key is in $TRIPLANE_ENVD_KEY_FILE. Several with
-    commas between them, or `dns:NAME:PORT` for every address behind a name, share the episodes. null: use
-    $TRIPLANE_ENVD, or start a server for the run.
-    """
-    limits: LimitsConfig = LimitsConfig()
-    """Resource limits of one episode's sandbox."""
-
-    @property
-    def server(self) -> str | None:
-        """Address of the running server. None: the run starts one."""
-        return self.address or os.environ.get(ENVD_VARIABLE)
-
-    @property
-    def asked_backend(self) -> str:
-        """Backend that the server is asked for. Empty: the server chooses."""
-        return "" if self.backend == "auto" else self.backend
-
-
-LauncherKind = Literal["auto", "local", "kubernetes"]
-
-
-class LauncherConfig(BackendConfig):
-    """Where training runs."""
-
-    kind: LauncherKind = "auto"
-    """local: processes of this machine. kubernetes: pods of a cluster, one for each machine. auto: what
-    $TRIPLANE_LAUNCHER of the deployment names, else local.
-    """
-    nodes: int = Field(default=1, ge=1, le=1024)
-    """Number of machines; more than one needs kubernetes."""
-    gpus: int = Field(default=0, ge=0, le=64)
-    """GPUs per machine; 0 trains on the CPU. One training process for each GPU."""
-    threads: int = Field(default=2, ge=1, le=1024)
-    """CPU threads of a training process. The count changes the resulting bits, so it is part of the keys of base_policy
-    and checkpoint and does not depend on the machine: results are the same on 2 cores and on 64.
-    """
-    ranks: int = Field(default=1, ge=1, le=1024)
-    """Training processes on a machine without GPUs. Each computes a share of every batch with `threads` threads. The
-    count changes the resulting bits.
-    """
-    timeout_s: float = Field(default=86_400.0, gt=0, le=1_000_000_000)
-    """Maximum run time of a training process, in seconds."""
-
-    @property
-    def device(self) -> Device:
-        """Where training processes compute."""
-        return "cuda" if self.gpus else "cpu"
-
-    @property
-    def processes(self) -> int:
-        """Training processes on all machines."""
-        return self.nodes * (self.gpus or self.ranks)
-
-    @property
-    def all_gpus(self) -> int:
-        """GPUs on all machines."""
-        return self.nodes * self.gpus
-
-    @property
-    def job_fields(self) -> dict[str, Any]:
-        """Settings that a job has too, as fields of it."""
-        backend = {name: getattr(self, name) for name in BackendConfig.model_fields}
-        return {**backend, "device": self.device, "threads": self.threads, "ranks": self.processes}
-
-    @model_validator(mode="after")
-    def _check_ranks(self) -> Self:
-        if self.gpus and self.ranks != 1:
-            raise ValueError(
-                f"ranks {self.ranks} is for machines without GPUs, gpus is {self.gpus}: remove one of them"
-            )
-        self.check_expert_ranks(self.processes)
-        return self
-
-    @property
-    def numerics(self) -> dict[str, str | int]:
-        """Settings, beyond inputs, configuration and torch, that affect the resulting bits; part of the action key."""
-        place = {"device": self.device, "threads": self.threads, "ranks": self.processes}
-        return {**self.backend_numerics, **place}
-
-
-_MOVED = {name: f"algorithm.{name}" for name in ("clip_low", "clip_high", "dual_clip")} | {
-    "importance_cap": "corrections.importance_cap"
-}
-"""New places of former keys of `trainer.grpo`, below `trainer`; the others are there themselves."""
-_FORMER_ALGORITHM = "{kind: grpo, advantage: group_mean, aggregation: token, clip_high: 0.28, dual_clip: 3.0}"
-
-
-class TrainerConfig(RlConfig):
-    """Training of one iteration."""
-
-    launcher: LauncherConfig = LauncherConfig()
-    """Where training runs."""
-
-    @property
-    def rl(self) -> RlConfig:
-        """Settings of the training alone, without the place where it runs."""
-        return RlConfig(**{name: getattr(self, name) for name in RlConfig.model_fields})
-
-    @model_validator(mode="before")
-    @classmethod
-    def _no_grpo_section(cls, values: Any) -> Any:
-        if not isinstance(values, dict) or "grpo" not in values:
-            return values
-        old = values["grpo"] if isinstance(values["grpo"], dict) else {}
-        moves = ", ".join(f"grpo.{name} to trainer.{_MOVED.get(name, name)}" for name in old) or "its keys to trainer"
-        raise ValueError(
-            f"trainer.grpo no longer exists: move {moves}; for the same training as before also write"
-            f" trainer.algorithm: {_FORMER_ALGORITHM}, unless the file sets those keys itself"
-        )
 
 
 class OffPolicyConfig(Section):

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import dagster as dg
 
 from contracts.store import Store
-from resources.experiment import LauncherKind
 from resources.placement import TrainerPlacement
+from resources.trainer_config import LauncherKind
 
 Context = dg.OpExecutionContext | dg.AssetExecutionContext
 OnMessage = Callable[[Mapping[str, Any]], None]

@@ -12,7 +12,7 @@ from pydantic import PrivateAttr
 from envd.client import SandboxClient
 from envd.fleet import open_client
 from envd.local import TRUSTED, LocalEnvd
-from resources.experiment import SandboxesConfig
+from resources.sandboxes_config import SandboxesConfig
 
 
 class SandboxesResource(dg.ConfigurableResource[Any]):

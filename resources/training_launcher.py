@@ -10,9 +10,10 @@ import dagster as dg
 
 from contracts.errors import ConfigError
 from resources.errors import LaunchFailed
-from resources.experiment import Experiment, LauncherKind
+from resources.experiment import Experiment
 from resources.launch import Context, Launch, Launcher, OnMessage
 from resources.launcher import LocalLauncher, local_refusal
+from resources.trainer_config import LauncherKind
 
 LAUNCHER = "TRIPLANE_LAUNCHER"
 """Environment variable with the launcher of experiments whose `trainer.launcher.kind` is auto: local (default) or

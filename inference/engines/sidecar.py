@@ -9,7 +9,7 @@ from pathlib import Path
 
 import httpx
 
-from contracts.errors import ConfigError
+from contracts.rpc import connecting
 from inference.engines.http import JsonClient
 from inference.engines.policies import PolicyFiles
 from inference.errors import EngineError, EngineUnreachable
@@ -24,15 +24,7 @@ _log = logging.getLogger(__name__)
 def read_key() -> str | None:
     """Key of the weights services, or None if no file is named. Raises ConfigError."""
     named = os.environ.get(KEY_VARIABLE)
-    if not named:
-        return None
-    try:
-        lines = Path(named).read_text().split()
-    except OSError as error:
-        raise ConfigError(f"{KEY_VARIABLE}={named} can't be read ({error.strerror}): correct or unset it") from None
-    if not lines:
-        raise ConfigError(f"{KEY_VARIABLE}={named} is empty: write the key of the weights services into it")
-    return lines[0]
+    return connecting.read_key(Path(named)) if named else None
 
 
 class Sidecar:

@@ -6,7 +6,7 @@ import asyncio
 
 from benchmarks.spans import MeasuredClient, MeasuredSandbox, MeasuredSandboxes, Spans
 from envd.types import ToolCall
-from resources.experiment import SandboxesConfig
+from resources.sandboxes_config import SandboxesConfig
 
 FILES = {"app.py": b"def one():\n    return 1\n"}
 HIDDEN = {"test_hidden.py": b"from app import one\n\n\ndef test_one():\n    assert one() == 1\n"}

@@ -20,8 +20,8 @@ from envd.errors import BackendUnavailable, EnvdError, SandboxGone, ServerUnavai
 from envd.local import LocalEnvd
 from envd.operations.client import OperationsClient
 from envd.sandbox.proctree import descendants
-from resources.experiment import SandboxesConfig
 from resources.sandboxes import SandboxesResource
+from resources.sandboxes_config import SandboxesConfig
 from tests.envd.harness import FILES, Harness
 
 

@@ -34,8 +34,8 @@ from inference.rollouts.episode import Player, play_episode
 from inference.rollouts.merge import merge_groups
 from inference.rollouts.worker import run_shard
 from inference.rollouts.workspace import Workspaces
-from resources.experiment import SandboxesConfig
 from resources.sandboxes import SandboxesResource
+from resources.sandboxes_config import SandboxesConfig
 from tests.ports import free_port
 
 pytestmark = pytest.mark.slow

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from envd.backends import BackendName
 from envd.sandbox.cgroups import Cgroups
+from resources.sandboxes_config import ENVD_VARIABLE
 from triplane_dagster.doctor.findings import Check, Finding, ask, broken, missing, ok, trial, version_of
 
 SANDBOX_S = 60.0
@@ -55,12 +56,12 @@ def checks() -> list[Check]:
 
 def sandboxes() -> Finding:
     """Start the envd server as a run would, and run a command in one of its sandboxes."""
-    address = os.environ.get("TRIPLANE_ENVD")
+    address = os.environ.get(ENVD_VARIABLE)
     said = trial("sandbox", address or "auto", timeout_s=SANDBOX_S)
     if said.code == 0:
         return ok(said.out.strip())
     if address:
-        return broken(said.last_words, f"start `python -m envd serve --listen {address}`, or unset TRIPLANE_ENVD")
+        return broken(said.last_words, f"start `python -m envd serve --listen {address}`, or unset {ENVD_VARIABLE}")
     return broken(said.last_words, _NAMESPACES_FIX)
 
 
@@ -68,7 +69,7 @@ def backend(name: BackendName, here: Callable[[], Finding]) -> Callable[[], Find
     """Check of a backend: on the servers that $TRIPLANE_ENVD names, which runs ask for it, else on this machine."""
 
     def look() -> Finding:
-        address = os.environ.get("TRIPLANE_ENVD")
+        address = os.environ.get(ENVD_VARIABLE)
         if not address:
             return here()
         said = trial("sandbox", address, name, timeout_s=SANDBOX_S)
