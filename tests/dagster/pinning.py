@@ -23,6 +23,8 @@ from triplane_dagster.jobs import iteration_job_name
 def commit(store: Store, kind: str, key: str, **parents: ArtifactRef) -> Artifact:
     with ArtifactWriter(store, kind, key, parents=parents, config={}, code_version="1") as out:
         out.add_json("content.json", {"kind": kind, "key": key})
+        if kind == "checkpoint":
+            out.add_json("config.json", {})
         return out.commit(meta={})
 
 
