@@ -150,13 +150,22 @@ def test_an_equal_policy_plays_an_evaluation_once_across_experiments(store: Stor
     assert one["rollouts"] != two["rollouts"]
 
 
+def test_the_engine_of_evaluations_is_part_of_their_keys_alone(store: Store) -> None:
+    server = {"kind": "openai", "base_url": "http://h/v1"}
+    one, two = (
+        all_keys(parse_experiment({"name": "one", "evaluation": {"engine": engine}}), store)
+        for engine in (None, server)
+    )
+    assert {name for name in one if one[name] != two[name]} == {"evaluation_run", "evaluation_run greedy"}
+
+
 def test_the_version_of_the_chat_is_part_of_what_imported_policies_sample_only(monkeypatch: pytest.MonkeyPatch) -> None:
     bases = ({"kind": "sft"}, {"kind": "import", "path": "/models/one"})
     made, imported = (parse_experiment({"name": "one", "base": base}) for base in bases)
-    before = sampling_slice(made), sampling_slice(imported)
+    before = sampling_slice(made, made.engine), sampling_slice(imported, imported.engine)
     monkeypatch.setattr("ops.readings.CHAT_VERSION", "another")
-    assert sampling_slice(made) == before[0]
-    assert sampling_slice(imported) == before[1] | {"chat_version": "another"}
+    assert sampling_slice(made, made.engine) == before[0]
+    assert sampling_slice(imported, imported.engine) == before[1] | {"chat_version": "another"}
 
 
 def test_iteration_inputs_are_named_by_their_place_alone(store: Store) -> None:
