@@ -393,6 +393,25 @@ def test_metrics_of_envd_are_read_by_the_scraper_that_the_values_name() -> None:
     ]
 
 
+def test_cache_events_of_engines_can_be_reached_where_they_are_published() -> None:
+    (engine,) = dict(templates(objects()))["night-engine-qwen3-4b"]["spec"]["containers"]
+    (given,) = [each for each in engine["args"] if each.startswith("--kv-events-config=")]
+    assert json.loads(given.partition("=")[2])["replay_endpoint"] == "tcp://*:5558"
+    assert [port["containerPort"] for port in engine["ports"]] == [8000, 5557, 5558]
+
+
+def test_others_reach_engines_only_where_the_values_name_them() -> None:
+    prometheus = [{"namespaceSelector": {"matchLabels": {"name": "monitoring"}}}]
+
+    def rules(policies: Object) -> list[Object]:
+        found = render({"engines": FULL["engines"], "networkPolicies": policies})
+        policies = {each["metadata"]["name"]: each["spec"] for each in found if each["kind"] == "NetworkPolicy"}
+        return list(policies["triplane-engine-qwen3-4b"]["ingress"])
+
+    assert len(rules({})) == 1
+    assert rules({"engineMetricsFrom": prometheus})[1] == {"ports": [{"port": 8000}], "from": prometheus}
+
+
 def test_policies_can_be_left_out() -> None:
     assert "NetworkPolicy" not in {each["kind"] for each in render({"networkPolicies": {"enabled": False}})}
 
