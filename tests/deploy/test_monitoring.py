@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import shutil
 import subprocess
 import urllib.request
 from types import SimpleNamespace
@@ -20,6 +19,7 @@ from envd.server.operations import metrics as envd_metrics
 from inference.bridge import errors
 from inference.bridge import metrics as bridge_metrics
 from inference.server.route_metrics import Look, RouteMetrics
+from tests import needs
 from tests.deploy.compose import ROOT
 
 MONITORING = ROOT / "deploy" / "monitoring"
@@ -115,8 +115,8 @@ def test_the_dashboard_is_whole() -> None:
     assert {each["datasource"]["uid"] for each in panels} == {source["uid"]}
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool: apt-get install prometheus")
 def test_prometheus_accepts_configuration_and_rules() -> None:
+    needs.require("promtool")
     for what in (["config", "prometheus.yaml"], ["rules", "rules.yaml"]):
         done = subprocess.run(["promtool", "check", *what], cwd=MONITORING, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stdout + done.stderr
