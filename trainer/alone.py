@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -25,11 +23,10 @@ from contracts.store import Store, open_store
 from contracts.yaml_text import load_yaml
 from trainer.config import RL_VERSION, SFT_VERSION, Device, MixtureSource, RlConfig, RlJob, SftConfig, SftJob
 from trainer.errors import TrainingConfigError, TrainingError
-from trainer.metrics import Watcher
 from trainer.model_config import ModelConfig
 from trainer.precision import DEFAULT, Precision
 from trainer.settings import Settings
-from trainer.watchers import WatchConfig, open_watchers
+from trainer.watchers import WatchConfig, WatchedRun
 
 RESULT = "result.json"
 
@@ -101,11 +98,10 @@ class Plan:
     output: Path
     watch: WatchConfig
 
-    @contextmanager
-    def watchers(self) -> Iterator[list[Watcher]]:
-        """The run's watchers."""
-        with open_watchers(self.watch, self.output, self.output.name, self.job.key) as found:
-            yield found
+    @property
+    def watched(self) -> WatchedRun:
+        """Where its metrics go."""
+        return WatchedRun(watch=self.watch, output=self.output, name=self.output.name)
 
     def finish(self, result: dict[str, Any]) -> None:
         """Copy the checkpoint's files to the output folder and write `result.json`."""
