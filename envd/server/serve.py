@@ -24,7 +24,7 @@ from grpc_reflection.v1alpha import reflection  # type: ignore[import-untyped, u
 from contracts.errors import describe
 from contracts.owned import fate_of_owner, owned_name, remove, sweep_abandoned
 from contracts.pb import envd_operations_pb2, envd_operations_pb2_grpc, envd_pb2, envd_pb2_grpc
-from contracts.rpc.connecting import MESSAGE_BYTES, read_secret
+from contracts.rpc.connecting import MESSAGE_BYTES, read_key, read_secret
 from contracts.rpc.keys import KeyCheck
 from contracts.rpc.listening import Listening
 from contracts.rpc.meeting import MadeKey
@@ -99,6 +99,8 @@ class Options:
     rules: Path | None = None
     audit_log: Path | None = None
     audit_calls: bool = False
+    audit_key: Path | None = None
+    """Key that signs the lines of `audit_log`."""
     """Whether calls are recorded as audit events."""
     peer_ca: Path | None = None
     """CA certificates of the servers that sandboxes are moved to. This server presents its own certificate to them.
@@ -132,6 +134,9 @@ async def serve(options: Options) -> None:
     keys = options.listening.keys() if made is None else (made.key.encode(),)
     rules = load_rules(_rules_text(options.rules))
     peers = options.peers()
+    if options.audit_key and not options.audit_log:
+        raise EnvdError("--audit-key signs the lines of --audit-log: give that, too")
+    audit_key = read_key(options.audit_key).encode() if options.audit_key else None
     stop = _told_to_stop()
     if options.with_parent is not None:
         linux.die_with_parent(signal.SIGTERM)
@@ -140,7 +145,7 @@ async def serve(options: Options) -> None:
     make_room()  # before any process is started
     async with contextlib.AsyncExitStack() as stack:
         run_dir = await stack.enter_async_context(_run_directory(options.state_dir))
-        audit = AuditLog(options.audit_log, calls=options.audit_calls)
+        audit = AuditLog(options.audit_log, calls=options.audit_calls, key=audit_key)
         stack.callback(audit.close)
         quotas = Quotas(rules.quotas, audit)
         templates = Templates(run_dir / "templates", linux.sandbox_owner(), quotas)

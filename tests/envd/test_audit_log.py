@@ -17,6 +17,7 @@ import pytest
 
 from contracts.rpc import caller
 from envd.errors import EnvdError
+from envd.operations.audit_check import run_audit_check
 from envd.server import audit, audit_file
 from envd.server.audit import BURST, AuditLog, Event, leaves_root
 
@@ -259,3 +260,36 @@ def test_recording_is_quick(tmp_path: Path) -> None:
         log.record("path.escape", str(number), path="../x")
     assert (os.times().user - before) / 2000 < 0.001
     log.close()
+
+
+def test_changes_of_a_signed_log_are_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, key = tmp_path / "audit", tmp_path / "key"
+    key.write_text("a secret of the auditors\n")
+    for _ in range(2):
+        log = AuditLog(path, calls=True, key=b"a secret of the auditors", max_bytes=700)
+        for number in range(6):
+            log.record("call.made" if number % 2 else "path.escape", "a", path="../é", mac='", "hmac": "')
+        log.close()
+    with path.open("ab") as file:
+        file.write(b'{"number": 13, "ti')  # a kill
+    assert (tmp_path / "audit.1").is_file() and (tmp_path / "audit.calls.1").is_file()
+
+    def check(wanted: int) -> str:
+        assert run_audit_check([str(path), "--key-file", str(key)]) == wanted
+        said = capsys.readouterr()
+        return said.out + said.err
+
+    assert check(0) == "12 signed events, numbers 1 to 12; 0 lost by a full disk; 0 faults\n"
+    old = tmp_path / "audit.1"
+    whole = old.read_bytes()
+    first, _, *others = whole.splitlines(keepends=True)
+    for changed, said in (
+        (whole.replace(b'"path.escape"', b'"tool.denied"', 1), "audit.1:1: the signature is wrong"),
+        (first + b"".join(others), "events 3 to 3 are missing"),
+        (first + whole, "numbers are there twice"),
+    ):
+        old.write_bytes(changed)
+        assert said in check(1)
+    old.write_bytes(whole)
+    key.write_text("another\n")
+    assert "12 faults" in check(1)
