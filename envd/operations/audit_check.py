@@ -55,7 +55,7 @@ def run_audit_check(argv: Sequence[str]) -> int:
 
 
 def check_audit_log(path: Path, key: bytes) -> Found:
-    """Check FILE, FILE.calls and what was rotated of both. Raises ConfigError if there is no FILE, or one can't be read."""
+    """Check FILE, FILE.calls and what was rotated of both. Raises ConfigError where one can't be read or is absent."""
     found = Found()
     for file in _files(path):
         try:
