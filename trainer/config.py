@@ -358,7 +358,7 @@ class _Job(BackendConfig, Frozen):
     ranks: int = Field(default=1, ge=1, le=1024)
     """Processes that share every batch. The count changes the resulting bits."""
     rank_timeout_s: float = Field(default=45.0, gt=0, le=604_800)
-    """Longest time that a rank waits for another one, which may be writing a snapshot, in seconds."""
+    """Longest time that a rank waits for an answer of another one, in seconds."""
 
     @model_validator(mode="after")
     def _check_expert_ranks(self) -> Self:
