@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from trainer_world import TINY, backend_of
 
+from contracts.store import LocalStore
 from trainer.backends.torch import TorchBackend
 from trainer.data import ScoredSequence
 from trainer.errors import RanksLost
@@ -22,9 +23,11 @@ from trainer.lifetime import MEETING_VARIABLE
 from trainer.model import Batch, Scores
 from trainer.parameters import Parameters, draw_masters
 from trainer.ranks import Ranks, join_ranks
+from trainer.snapshots import Snapshots
+from trainer.state import TrainerState
 from trainer.together import together
 
-TIMEOUT_S, PASS_S, PASSES = 3.0, 0.3, 12
+TIMEOUT_S, WRITE_S, PASS_S, PASSES = 3.0, 4.0, 0.3, 12
 SEQUENCE = ScoredSequence(np.arange(4), np.array([2, 3]))
 Task = Callable[[Ranks, Path], None]
 
@@ -70,6 +73,22 @@ def unlike_passes(ranks: Ranks, folder: Path) -> None:
     assert backend.optim_step(1e-3, 1.0).result() > 0
 
 
+class SlowStore(LocalStore):
+    """A store that writes a manifest for longer than the ranks wait for a lost one."""
+
+    def create(self, key: str, data: bytes, *, cached: bool = False) -> bool:
+        """See Store.create."""
+        time.sleep(WRITE_S)
+        return super().create(key, data, cached=cached)
+
+
+def slow_snapshots(ranks: Ranks, folder: Path) -> None:
+    with Snapshots(SlowStore(folder), "0" * 64, 1, 10, {}, "1", ranks) as snapshots:
+        for step in (1, 2):
+            snapshots.save(TrainerState({}, {"adamw.step": torch.zeros(4)}, "adamw", step, {}), step)
+            assert ranks.total(1.0) == [2.0]
+
+
 def failing_work(ranks: Ranks, folder: Path) -> None:
     if ranks.rank:
         with pytest.raises(ValueError, match="too steep"), together(ranks):
@@ -79,6 +98,6 @@ def failing_work(ranks: Ranks, folder: Path) -> None:
             pass
 
 
-@pytest.mark.parametrize("task", [unlike_passes, failing_work])
+@pytest.mark.parametrize("task", [unlike_passes, pytest.param(slow_snapshots, marks=pytest.mark.slow), failing_work])
 def test_ranks_await_a_slow_one_but_not_a_failed_one(task: Task, tmp_path: Path) -> None:
     assert run_ranks(task, tmp_path) == [0, 0]
