@@ -132,7 +132,9 @@ class SftConfig(_Growing):
     cut tokens at the begin or at the end, last_turns keeps the prompt and the last turns that fit.
     """
     trained_roles: tuple[TrainedRole, ...] = Field(default=("policy",), min_length=1)
-    """Roles of the tokens that are learned: policy, environment, prompt, forced (by a grammar)."""
+    """Roles of the tokens that are learned: policy, environment, prompt, forced (by a grammar). Validation scores the
+    policy's tokens, or these if no clean demonstration has any of the policy.
+    """
 
     LATER = (
         "router_z",
