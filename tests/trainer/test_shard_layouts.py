@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from contracts.architectures import parameter_shapes
+from trainer.backends.choose import _dealt
 from trainer.backends.deepspeed import _layout_1, _layout_3
 from trainer.backends.sharded import ranges_by_rank, rows_by_rank
 from trainer.backends.shards import owners_of, parts_of, shard_of
@@ -89,12 +91,17 @@ def test_no_rank_is_dealt_more_than_its_share_and_the_largest_item(sizes: list[i
 
 @pytest.mark.parametrize("count", [8, 24])
 def test_the_tensors_of_a_mixture_of_experts_are_dealt_evenly(count: int) -> None:
-    wide = {"hidden_size": 2048, "layers": 48, "experts": 128, "expert_width": 768, "experts_per_token": 8}
-    heads = {"heads": 32, "kv_heads": 4, "head_dim": 128}
-    shapes = parameter_shapes(ModelConfig(**wide, **heads).hf_config(151_936, 0))
-    for names in (list(shapes), sorted(shapes)):
-        sizes = [math.prod(shapes[name]) for name in names]
-        held = [0] * count
-        for size, owner in zip(sizes, Ranks(0, count).deal(sizes), strict=True):
-            held[owner] += size
-        assert max(held) < 1.3 * sum(sizes) / count
+    wide: dict[str, Any] = {
+        "hidden_size": 2048,
+        "layers": 48,
+        "experts": 128,
+        "expert_width": 768,
+        "experts_per_token": 8,
+    }
+    wide |= {"experts_per_token": 8, "heads": 32, "kv_heads": 4, "head_dim": 128}
+    model = ModelConfig(**wide).hf_config(151_936, 0)
+    shapes = parameter_shapes(model)
+    dealt = [_dealt(model, Ranks(rank, count)) for rank in range(count)]
+    assert sorted(name for names in dealt for name in names) == sorted(shapes)
+    held = [sum(math.prod(shapes[name]) for name in names) for names in dealt]
+    assert max(held) < 1.3 * sum(held) / count

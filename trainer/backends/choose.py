@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from contracts.architectures import parameter_shapes
 from contracts.artifacts import Artifact
 from contracts.checkpoints import check_checkpoint
 from contracts.precision import exported_forward
@@ -23,6 +25,7 @@ from trainer.ranks import Ranks
 from trainer.resume import open_factors, open_parameters, refuse, require_adaptable
 from trainer.snapshots import Snapshots
 from trainer.state import TrainerState, load_state
+from trainer.together import together
 
 
 def open_backend(
@@ -78,10 +81,14 @@ def continue_backend(
     else:
         state = load_state(saved, model, lazily=True)
         masters = state.masters
-        own = ranks.share(sorted(masters))
-        if ranks.largest(not _quantize_to(begin, model, masters, own)):
+        own = _dealt(model, ranks)
+        with together(ranks):
+            same = _quantize_to(begin, model, masters, own)
+        if ranks.largest(not same):
             leaves = StoredLeaves(begin.directory(), model)
-            if ranks.largest(any(not torch.equal(leaves[name], masters[name]) for name in own)):
+            with together(ranks):
+                other = any(not torch.equal(leaves[name], masters[name]) for name in own)
+            if ranks.largest(other):
                 raise refuse(begin.ref, saved.ref)
             raise TrainingConfigError(
                 f"checkpoint {begin.ref.short} has the scales of an FP8 original, which are not the largest value over"
@@ -91,6 +98,13 @@ def continue_backend(
     backend = open_backend(job, model, masters, rule, ranks, store, base)
     backend.restore(state).result()
     return backend, state
+
+
+def _dealt(model: Mapping[str, Any], ranks: Ranks) -> list[str]:
+    """Parameters that this rank compares, of about as many elements as those of the others."""
+    shapes = parameter_shapes(model)
+    owners = ranks.deal([math.prod(shape) for shape in shapes.values()])
+    return [name for name, owner in zip(shapes, owners, strict=True) if owner == ranks.rank]
 
 
 def _quantize_to(begin: Artifact, model: Mapping[str, Any], masters: Mapping[str, Tensor], names: list[str]) -> bool:
