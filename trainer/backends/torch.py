@@ -16,6 +16,7 @@ from trainer.model import Batch, Scores, score
 from trainer.optimizers import AdamW, MuonWithAdamW, Optimizer
 from trainer.parameters import Parameters
 from trainer.ranks import ALONE, Ranks
+from trainer.recipes import recipe_of
 from trainer.state import NONE, TrainerState, capture_state
 from trainer.together import together
 
@@ -30,6 +31,8 @@ class TorchBackend:
         parameters = parameters.to(ranks.device)
         self.parameters, self.ranks, self._rule = parameters, ranks, rule
         self.config: Mapping[str, Any] = parameters.config
+        for name, codes, scales in parameters.codes():
+            recipe_of(parameters.config).keep(parameters.leaves[name], codes, scales)
         self._optimizer = _open_optimizer(parameters, rule)
         self._average: WeightAverage | None = None
 
