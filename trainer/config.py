@@ -132,7 +132,9 @@ class SftConfig(_Growing):
     cut tokens at the begin or at the end, last_turns keeps the prompt and the last turns that fit.
     """
     trained_roles: tuple[TrainedRole, ...] = Field(default=("policy",), min_length=1)
-    """Roles of the tokens that are learned: policy, environment, prompt, forced (by a grammar)."""
+    """Roles of the tokens that are learned: policy, environment, prompt, forced (by a grammar). Validation scores the
+    policy's tokens, or these if no clean demonstration has any of the policy.
+    """
 
     LATER = (
         "router_z",
@@ -358,7 +360,7 @@ class _Job(BackendConfig, Frozen):
     ranks: int = Field(default=1, ge=1, le=1024)
     """Processes that share every batch. The count changes the resulting bits."""
     rank_timeout_s: float = Field(default=45.0, gt=0, le=604_800)
-    """Longest time that a rank waits for another one, which may be writing a snapshot, in seconds."""
+    """Longest time that a rank waits for an answer of another one, in seconds."""
 
     @model_validator(mode="after")
     def _check_expert_ranks(self) -> Self:

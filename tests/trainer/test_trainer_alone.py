@@ -101,6 +101,29 @@ def test_a_job_of_an_experiment_is_watched_too(example: Path, capfd: pytest.Capt
         ExperimentWatch(tensorboard=True)
 
 
+def test_an_output_holds_only_the_files_of_its_last_checkpoint(example: Path) -> None:
+    run(example / "sft.yaml")
+    config = {"learning_rate": 1e-3, "optimizer_steps": 1}
+    output = example / "runs/rl"
+
+    def files() -> list[str]:
+        folder = output / "checkpoint"
+        return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+    run(change(example / "rl.yaml", config=config | {"lora": {"rank": 4}}))
+    adapted = files()
+    assert "adapter/adapter_config.json" in adapted
+    plan, result = run(change(example / "rl.yaml", config=config))
+    assert files() == [name for name in adapted if not name.startswith("adapter/")]
+    # What a run leaves that is killed while it replaces the output's checkpoint.
+    (output / "checkpoint").rename(output / ".checkpoint.old")
+    (output / ".checkpoint.part/adapter").mkdir(parents=True)
+    (output / ".checkpoint.part/adapter/adapter_config.json").write_text("{}")
+    plan.finish(result.as_json())
+    assert files() == [name for name in adapted if not name.startswith("adapter/")]
+    assert [path.name for path in output.glob(".checkpoint*")] == []
+
+
 def test_settings_that_decide_no_bit_keep_the_key_and_others_change_it(example: Path) -> None:
     path = example / "sft.yaml"
     key = prepare(path).job.key
