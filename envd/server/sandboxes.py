@@ -64,6 +64,8 @@ class Sandboxes:
         self.egress = Egress(audit)
         self._rules_of = functools.lru_cache(maxsize=256)(lambda text: load_rules(text).under(rules))
         self._live: dict[str, Live] = {}
+        self._restoring: set[str] = set()
+        """Ids of the sandboxes that are being restored."""
         self._ended: OrderedDict[str, Live] = OrderedDict()
         self.draining = False
         """Whether the server ends soon, so that it takes no new sandboxes and no verifications."""
@@ -137,13 +139,17 @@ class Sandboxes:
         self.require_admitting()
         await self._prepare_template(wanted)
         backend, spec, decisions = self.plan(wanted, host_name)
-        if like is not None and not (_IDENTITY.fullmatch(like[0]) and like[0] not in self._live and len(like[1]) >= 16):
-            raise EnvdError(
-                f"sandbox id {like[0][:40]!r} can't be kept: it exists on this server, or no envd server issued it"
-            )
-        box, claim = await self._claimed(spec, lambda: backend.restore(state, spec))
-        lost = () if backend.features.keeps_processes else ("processes",)
         identity, token = like or _identity()
+        if not _IDENTITY.fullmatch(identity) or len(token) < 16 or identity in self._live.keys() | self._restoring:
+            raise EnvdError(
+                f"sandbox id {identity[:40]!r} can't be kept: it exists on this server, or no envd server issued it"
+            )
+        self._restoring.add(identity)
+        try:
+            box, claim = await self._claimed(spec, lambda: backend.restore(state, spec))
+        finally:
+            self._restoring.remove(identity)
+        lost = () if backend.features.keeps_processes else ("processes",)
         labels = wanted.labels
         live = Live(identity, token, backend, spec, box, decisions, wanted.rules_yaml, labels, lost=lost, claim=claim)
         live.toolset = wanted.toolset
@@ -296,7 +302,8 @@ class Sandboxes:
         live.ended = why
         if live.timer is not None:
             live.timer.cancel()
-        self._live.pop(live.identity, None)
+        if self._live.get(live.identity) is live:
+            del self._live[live.identity]
         self._ended[live.identity] = live
         while len(self._ended) > _REMEMBERED:
             self._ended.popitem(last=False)

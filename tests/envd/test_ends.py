@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,13 +11,15 @@ from typing import Any, ClassVar
 
 import pytest
 
-from envd.backends.base import BoxSpec, Usage
+from envd.backends.base import BoxSpec, Features, IsolationLevel, Usage
 from envd.backends.firecracker.backend import _BaseMachine
 from envd.backends.gvisor.boxes import GVisorBox
 from envd.backends.pool import Pool
 from envd.errors import EnvdError
+from envd.server.admission import Wanted
 from envd.server.audit import AuditLog
 from envd.server.live import Live
+from envd.server.operations.states import States
 from envd.server.rules import load_rules
 from envd.server.runtimes import Runtimes
 from envd.server.sandboxes import Sandboxes
@@ -38,6 +41,75 @@ class StandIn:
         self.alive = False
         if self._fails:
             raise EnvdError("a process hangs in the kernel")
+
+
+class Gated:
+    """A backend whose boxes start when the test opens the gate."""
+
+    name = "gated"
+    features = Features(IsolationLevel.PROCESS, ("memory",), False, frozenset({"snapshot", "migrate"}), "x")
+
+    def __init__(self) -> None:
+        self.gate, self.boxes = asyncio.Event(), list[StandIn]()
+
+    async def create(self, spec: BoxSpec) -> StandIn:
+        await self.gate.wait()
+        self.boxes.append(StandIn())
+        return self.boxes[-1]
+
+    async def restore(self, state: Path, spec: BoxSpec) -> StandIn:
+        return await self.create(spec)
+
+
+async def with_gated(tmp_path: Path, rules: str = "") -> tuple[Sandboxes, Gated, Wanted]:
+    """Sandboxes on such a backend, and a request for one."""
+    unused: Any = None
+    backend: Any = Gated()
+    (tmp_path / "templates").mkdir()
+    templates, runtimes = Templates(tmp_path / "templates", os.getuid()), Runtimes(tmp_path / "runtimes")
+    sandboxes = Sandboxes({"gated": backend}, templates, unused, runtimes, rules=load_rules(rules), audit=AuditLog())
+    return sandboxes, backend, Wanted(await templates.put({"a": b"1"}))
+
+
+def test_a_repeated_move_to_a_server_does_not_lose_the_sandbox(tmp_path: Path) -> None:
+    async def job() -> None:
+        sandboxes, backend, wanted = await with_gated(tmp_path)
+        states = States(sandboxes)
+        like = ("i" * 22, "t" * 32)
+
+        async def receive() -> Live:
+            restoring = sandboxes.restore(wanted, tmp_path, host_name="h", like=like)
+            return await states.handed_over(restoring, sandboxes.end)
+
+        first = asyncio.create_task(receive())
+        while not sandboxes._starting:
+            await asyncio.sleep(0)
+        first.cancel()  # its sender's deadline is over
+        with pytest.raises(EnvdError, match="exists on this server"):
+            async with asyncio.timeout(5):
+                await receive()
+        backend.gate.set()
+        while not backend.boxes or backend.boxes[0].alive:
+            await asyncio.sleep(0.001)
+        moved = await receive()
+        assert sandboxes.find(*like) is moved and backend.boxes[1].alive
+        await sandboxes.stop()
+
+    asyncio.run(job())
+
+
+def test_the_end_of_a_sandbox_leaves_another_one_of_its_id(tmp_path: Path) -> None:
+    async def job() -> None:
+        unused: Any = None
+        sandboxes, _, _ = await with_gated(tmp_path)
+        box: Any = StandIn()
+        spec = BoxSpec("box-1", "t", tmp_path, Limits())
+        old, new = (Live("i" * 22, "t" * 32, unused, spec, box, unused) for _ in range(2))
+        sandboxes.admit(new)
+        sandboxes.forget(old, "it was moved")
+        assert sandboxes.find("i" * 22, "t" * 32) is new
+
+    asyncio.run(job())
 
 
 @pytest.mark.parametrize("case", ["destroying", "waiting for a state change", "failing"])
