@@ -165,6 +165,24 @@ def test_a_pool_gives_nobody_a_box_that_it_has_destroyed(tmp_path: Path) -> None
     asyncio.run(job())
 
 
+@pytest.mark.parametrize("size", [0, 1])
+def test_a_pool_remembers_nothing_of_specs_that_come_once(tmp_path: Path, size: int) -> None:
+    async def job() -> None:
+        async def start(spec: BoxSpec) -> StandIn:
+            await asyncio.sleep(0)
+            return StandIn()
+
+        pool = Pool(start, size)
+        for number in range(20):
+            spec = BoxSpec("box-1", f"t{number}", tmp_path, Limits(), env={"N": str(number)} if number % 2 else {})
+            if pool.take(spec) is None:
+                await pool.under_way(spec)
+        await pool.stop()
+        assert not pool._waiters and not pool._starting
+
+    asyncio.run(job())
+
+
 def test_a_gvisor_box_is_waited_for_while_it_is_paused_or_written_to_a_snapshot(tmp_path: Path) -> None:
     async def job() -> None:
         asked: list[str] = []
