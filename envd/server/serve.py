@@ -8,6 +8,7 @@ import fcntl
 import gc
 import logging
 import os
+import resource
 import signal
 import stat
 import sys
@@ -60,6 +61,7 @@ from envd.server.templates import Templates
 from envd.server.verifications import Starting, Verifications
 
 _GRACE_S = 0.5
+_OPEN_FILES = 65536
 _SERVER_OPTIONS = [
     ("grpc.max_send_message_length", MESSAGE_BYTES),
     ("grpc.max_receive_message_length", ACCEPTED_BYTES),
@@ -138,6 +140,7 @@ async def serve(options: Options) -> None:
         if os.getppid() != options.with_parent:
             return  # the parent died before die_with_parent took effect
     make_room()  # before any process is started
+    _allow_open_files()
     async with contextlib.AsyncExitStack() as stack:
         run_dir = await stack.enter_async_context(_run_directory(options.state_dir))
         audit = AuditLog(options.audit_log, calls=options.audit_calls)
@@ -271,6 +274,14 @@ async def _until(stop: asyncio.Event, deaths: list[Coroutine[Any, Any, str]]) ->
         reason = died[0].result()
         fix = "" if "restart envd" in reason else ": restart envd; the kernel's log tells whether memory ran out"
         raise BackendUnavailable(reason + fix)
+
+
+def _allow_open_files() -> None:
+    """Raise the limit of open files, of which each sandbox takes some, as far as the hard limit allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _told_to_stop() -> asyncio.Event:

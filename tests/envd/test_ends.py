@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import pytest
 
+from contracts.pb import envd_operations_pb2 as operations_pb
+from contracts.pb import envd_pb2 as pb
 from envd.backends.base import BoxSpec, Features, IsolationLevel, Usage
 from envd.backends.firecracker.backend import _BaseMachine
 from envd.backends.gvisor.boxes import GVisorBox
@@ -19,6 +22,7 @@ from envd.errors import EnvdError
 from envd.server.admission import Wanted
 from envd.server.audit import AuditLog
 from envd.server.live import Live
+from envd.server.operations.service_operations import OperationsService
 from envd.server.operations.states import States
 from envd.server.rules import load_rules
 from envd.server.runtimes import Runtimes
@@ -43,17 +47,26 @@ class StandIn:
             raise EnvdError("a process hangs in the kernel")
 
 
+CONTEXT: Any = SimpleNamespace(invocation_metadata=lambda: ())
+"""Of a call without metadata."""
+
+
 class Gated:
-    """A backend whose boxes start when the test opens the gate."""
+    """A backend whose boxes start one by one, as the test lets them through the gate."""
 
     name = "gated"
     features = Features(IsolationLevel.PROCESS, ("memory",), False, frozenset({"snapshot", "migrate"}), "x")
 
     def __init__(self) -> None:
-        self.gate, self.boxes = asyncio.Event(), list[StandIn]()
+        self.gate, self.boxes = asyncio.Semaphore(0), list[StandIn]()
+        self.fails = 0
+        """Number of starts that fail."""
 
     async def create(self, spec: BoxSpec) -> StandIn:
-        await self.gate.wait()
+        await self.gate.acquire()
+        if self.fails > 0:
+            self.fails -= 1
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         self.boxes.append(StandIn())
         return self.boxes[-1]
 
@@ -88,9 +101,10 @@ def test_a_repeated_move_to_a_server_does_not_lose_the_sandbox(tmp_path: Path) -
         with pytest.raises(EnvdError, match="exists on this server"):
             async with asyncio.timeout(5):
                 await receive()
-        backend.gate.set()
+        backend.gate.release()
         while not backend.boxes or backend.boxes[0].alive:
             await asyncio.sleep(0.001)
+        backend.gate.release()
         moved = await receive()
         assert sandboxes.find(*like) is moved and backend.boxes[1].alive
         await sandboxes.stop()
@@ -108,6 +122,46 @@ def test_the_end_of_a_sandbox_leaves_another_one_of_its_id(tmp_path: Path) -> No
         sandboxes.admit(new)
         sandboxes.forget(old, "it was moved")
         assert sandboxes.find("i" * 22, "t" * 32) is new
+
+    asyncio.run(job())
+
+
+def test_a_batch_outlives_a_creation_that_fails_on_the_machine(tmp_path: Path) -> None:
+    async def job() -> None:
+        sandboxes, backend, wanted = await with_gated(tmp_path)
+        backend.fails, unused = 1, cast(Any, None)
+        for _ in range(3):
+            backend.gate.release()
+        service = OperationsService(sandboxes, unused, unused)
+        batch = operations_pb.CreateBatchRequest(requests=[pb.CreateRequest(template=wanted.template)] * 3)
+        reply = await service.CreateBatch(batch, CONTEXT)
+        assert [each.HasField("created") for each in reply.results].count(True) == len(sandboxes) == 2
+        (error,) = [each.error for each in reply.results if each.error]
+        assert "Too many open files" in error
+        await sandboxes.stop()
+
+    asyncio.run(job())
+
+
+def test_a_batch_whose_caller_leaves_is_ended_although_one_of_its_sandboxes_died(tmp_path: Path) -> None:
+    async def job() -> None:
+        sandboxes, backend, wanted = await with_gated(tmp_path)
+        unused: Any = None
+        service = OperationsService(sandboxes, unused, unused)
+        batch = operations_pb.CreateBatchRequest(requests=[pb.CreateRequest(template=wanted.template)] * 3)
+        creating = asyncio.ensure_future(service.CreateBatch(batch, CONTEXT))
+        backend.gate.release()
+        while not len(sandboxes):
+            await asyncio.sleep(0)
+        backend.boxes[0].guest.gone = "it crashed"
+        creating.cancel()
+        await asyncio.wait([creating])
+        backend.gate.release()
+        backend.gate.release()
+        async with asyncio.timeout(5):
+            while len(backend.boxes) < 3 or any(box.alive for box in backend.boxes):
+                await asyncio.sleep(0.001)
+        assert not len(sandboxes)
 
     asyncio.run(job())
 
