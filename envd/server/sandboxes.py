@@ -156,15 +156,37 @@ class Sandboxes:
         return self.admit(live)
 
     async def _claimed(self, spec: BoxSpec, start: Callable[[], Coroutine[Any, Any, Box]]) -> tuple[Box, Claim]:
-        """Claim the quotas, hold the template and start a box. Raises QuotaExceeded, and as `started`."""
+        """Claim the quotas, hold the template and start a box. Raises QuotaExceeded, SandboxStartError.
+
+        If the caller is cancelled meanwhile, the box is destroyed once it has started, and only then released.
+        """
         claim = self.quotas.claim(spec.limits.memory_mb)
         self._hold(spec)
+        self._starting += 1
+        task = self.background(start())
         try:
-            return await self.started(start()), claim
-        except BaseException:
-            claim.release()
-            self._release(spec)
+            box = await asyncio.shield(task)
+        except asyncio.CancelledError:
+            self.background(self._abandon(task, spec, claim))
             raise
+        except BaseException:
+            self._not_started(spec, claim)
+            raise
+        self._starting -= 1
+        return box, claim
+
+    async def _abandon(self, task: asyncio.Task[Box], spec: BoxSpec, claim: Claim) -> None:
+        try:
+            await asyncio.wait([task])
+            if not task.cancelled() and task.exception() is None:
+                await task.result().destroy()
+        finally:
+            self._not_started(spec, claim)
+
+    def _not_started(self, spec: BoxSpec, claim: Claim) -> None:
+        self._starting -= 1
+        claim.release()
+        self._release(spec)
 
     def _hold(self, spec: BoxSpec) -> None:
         self.templates.hold(spec.template)
@@ -225,18 +247,6 @@ class Sandboxes:
         """Return a new box name, unique on this server."""
         self._names += 1
         return f"box-{self._names}"
-
-    async def started(self, starting: Coroutine[Any, Any, Box]) -> Box:
-        """Wait for a box to start. If the caller is cancelled meanwhile, the box is destroyed once it has started."""
-        self._starting += 1
-        task = self.background(starting)
-        try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            task.add_done_callback(self._orphaned)
-            raise
-        finally:
-            self._starting -= 1
 
     def admit(self, live: Live) -> Live:
         """Register a sandbox, so that `find` returns it until its lifetime is over."""
@@ -353,10 +363,6 @@ class Sandboxes:
             seconds = round(time.monotonic() - live.created, 1)
             self.audit.record("lifetime.expired", live.identity, seconds=seconds)
             self.background(self.end(live, "it outlived its lifetime"))
-
-    def _orphaned(self, task: asyncio.Task[Box]) -> None:
-        if not task.cancelled() and task.exception() is None:
-            self.background(task.result().destroy())
 
     def _background_ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)

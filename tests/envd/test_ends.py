@@ -18,7 +18,7 @@ from envd.backends.base import BoxSpec, Features, IsolationLevel, Usage
 from envd.backends.firecracker.backend import _BaseMachine
 from envd.backends.gvisor.boxes import GVisorBox
 from envd.backends.pool import Pool
-from envd.errors import EnvdError
+from envd.errors import EnvdError, QuotaExceeded
 from envd.server.admission import Wanted
 from envd.server.audit import AuditLog
 from envd.server.live import Live
@@ -122,6 +122,34 @@ def test_the_end_of_a_sandbox_leaves_another_one_of_its_id(tmp_path: Path) -> No
         sandboxes.admit(new)
         sandboxes.forget(old, "it was moved")
         assert sandboxes.find("i" * 22, "t" * 32) is new
+
+    asyncio.run(job())
+
+
+def test_a_creation_whose_caller_left_counts_until_its_box_is_gone(tmp_path: Path) -> None:
+    async def job() -> None:
+        sandboxes, backend, wanted = await with_gated(tmp_path, "quotas: {sandboxes: 1}")
+        creating = asyncio.create_task(sandboxes.create(wanted))
+        while not sandboxes._starting:
+            await asyncio.sleep(0)
+        creating.cancel()
+        await asyncio.wait([creating])
+        with pytest.raises(QuotaExceeded):
+            async with asyncio.timeout(5):
+                await sandboxes.create(wanted)
+        assert not sandboxes.idle
+        backend.gate.release()
+        async with asyncio.timeout(5):
+            while not sandboxes.idle:
+                await asyncio.sleep(0)
+        assert not backend.boxes[0].alive
+        backend.fails = 1
+        backend.gate.release()
+        with pytest.raises(OSError):
+            await sandboxes.create(wanted)
+        backend.gate.release()
+        assert (await sandboxes.create(wanted)).box is backend.boxes[1]
+        await sandboxes.stop()
 
     asyncio.run(job())
 
