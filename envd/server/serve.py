@@ -13,7 +13,7 @@ import signal
 import stat
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -124,8 +124,10 @@ class Options:
         return Access(tls_ca=self.peer_ca, tls_cert=self.listening.tls_cert, tls_key=self.listening.tls_key)
 
 
-async def serve(options: Options) -> None:
+async def serve(options: Options, *, on_death: Callable[[], None] = lambda: None) -> None:
     """Serve until SIGTERM or SIGINT, and drain if the options say so.
+
+    on_death: called when a process that the server needs has died, before the server stops for that reason.
 
     Raises EnvdError or ConfigError, in one line, if the server can't run with these options.
     """
@@ -175,7 +177,11 @@ async def serve(options: Options) -> None:
         gc.freeze()  # objects that exist now live as long as the server: exclude them from collections
         gc.set_threshold(*_GARBAGE)
         _log.info("listening on %s, backends %s", options.listening.address, ", ".join(backends))
-        await _until(stop, [*(each.died() for each in backends.values()), verifications.died()])
+        try:
+            await _until(stop, [*(each.died() for each in backends.values()), verifications.died()])
+        except BackendUnavailable:
+            on_death()
+            raise
         if options.drain_s:
             for name in ("", *_SERVICES):
                 await probe.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
