@@ -170,6 +170,7 @@ async def _served(arguments: argparse.Namespace) -> None:
     from contracts.rpc.connecting import prefer_short_round_trips
     from contracts.rpc.listening import Listening
     from envd.meeting import default_address
+    from envd.server.ending import bound_end
     from envd.server.serve import Options, serve
 
     prefer_short_round_trips()
@@ -200,7 +201,7 @@ async def _served(arguments: argparse.Namespace) -> None:
         drain_s=arguments.drain,
         with_parent=arguments.with_parent,
     )
-    await serve(options)
+    await serve(options, on_death=bound_end)
 
 
 def _run(main: Coroutine[Any, Any, None]) -> None:

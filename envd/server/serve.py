@@ -8,11 +8,12 @@ import fcntl
 import gc
 import logging
 import os
+import resource
 import signal
 import stat
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,7 @@ from envd.server.templates import Templates
 from envd.server.verifications import Starting, Verifications
 
 _GRACE_S = 0.5
+_OPEN_FILES = 65536
 _SERVER_OPTIONS = [
     ("grpc.max_send_message_length", MESSAGE_BYTES),
     ("grpc.max_receive_message_length", ACCEPTED_BYTES),
@@ -124,8 +126,10 @@ class Options:
         return Access(tls_ca=self.peer_ca, tls_cert=self.listening.tls_cert, tls_key=self.listening.tls_key)
 
 
-async def serve(options: Options) -> None:
+async def serve(options: Options, *, on_death: Callable[[], None] = lambda: None) -> None:
     """Serve until SIGTERM or SIGINT, and drain if the options say so.
+
+    on_death: called when a process that the server needs has died, before the server stops for that reason.
 
     Raises EnvdError or ConfigError, in one line, if the server can't run with these options.
     """
@@ -143,6 +147,7 @@ async def serve(options: Options) -> None:
         if os.getppid() != options.with_parent:
             return  # the parent died before die_with_parent took effect
     make_room()  # before any process is started
+    _allow_open_files()
     async with contextlib.AsyncExitStack() as stack:
         run_dir = await stack.enter_async_context(_run_directory(options.state_dir))
         audit = AuditLog(options.audit_log, calls=options.audit_calls, key=audit_key)
@@ -177,7 +182,11 @@ async def serve(options: Options) -> None:
         gc.freeze()  # objects that exist now live as long as the server: exclude them from collections
         gc.set_threshold(*_GARBAGE)
         _log.info("listening on %s, backends %s", options.listening.address, ", ".join(backends))
-        await _until(stop, [*(each.died() for each in backends.values()), verifications.died()])
+        try:
+            await _until(stop, [*(each.died() for each in backends.values()), verifications.died()])
+        except BackendUnavailable:
+            on_death()
+            raise
         if options.drain_s:
             for name in ("", *_SERVICES):
                 await probe.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
@@ -276,6 +285,14 @@ async def _until(stop: asyncio.Event, deaths: list[Coroutine[Any, Any, str]]) ->
         reason = died[0].result()
         fix = "" if "restart envd" in reason else ": restart envd; the kernel's log tells whether memory ran out"
         raise BackendUnavailable(reason + fix)
+
+
+def _allow_open_files() -> None:
+    """Raise the limit of open files, of which each sandbox takes some, as far as the hard limit allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _told_to_stop() -> asyncio.Event:
