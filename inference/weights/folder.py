@@ -23,6 +23,7 @@ from pathlib import Path
 
 from contracts.artifacts import Artifact, ArtifactRef, find_artifact
 from contracts.errors import ArtifactCorrupt, ArtifactMissing, ConfigError, StoreError
+from contracts.filecache import CACHE_FOLDER
 from contracts.store import Store, readable_errors
 
 PLAIN = "-float32"
@@ -69,11 +70,11 @@ class WeightsFolder:
         for left in self._tmp.glob("*"):
             if left.name.startswith((_STAGE, _GONE)):
                 shutil.rmtree(left, ignore_errors=True)
-        shutil.rmtree(self.cache / "tmp", ignore_errors=True)
+        shutil.rmtree(self.cache / CACHE_FOLDER / "tmp", ignore_errors=True)
 
     @property
     def cache(self) -> Path:
-        """Base of the download cache (TRIPLANE_CACHE), on the same disk, so that a finished file is linked."""
+        """Place of the download cache (TRIPLANE_CACHE), on the same disk, so that a finished file is linked."""
         return self._tmp / "cache"
 
     def close(self) -> None:
