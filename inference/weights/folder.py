@@ -13,6 +13,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import shutil
 import tempfile
 import uuid
@@ -32,6 +33,7 @@ FIRST = "first"
 """Link to the checkpoint that the server starts with, which is never removed."""
 _PLAIN_FACTOR = 4
 """Float32 bytes for one byte of FP8 weights."""
+_NAME = re.compile(rf"[0-9a-f]{{64}}({PLAIN})?")
 _STAGE, _GONE = "stage-", "gone-"
 
 
@@ -113,10 +115,10 @@ class WeightsFolder:
         return path
 
     def held(self) -> list[Held]:
-        """Complete checkpoints, the most recently used one first."""
+        """Complete checkpoints, the most recently used one first; other folders are not counted."""
         found = []
         for path in self.folder.iterdir():
-            if path.is_symlink() or path == self._tmp or not path.is_dir():
+            if not _NAME.fullmatch(path.name) or path.is_symlink() or not path.is_dir():
                 continue
             with suppress(FileNotFoundError):
                 size = sum(each.stat().st_size for each in path.rglob("*") if each.is_file())
