@@ -252,7 +252,7 @@ def test_the_cache_leaves_other_files_in_its_place_alone(tmp_path: Path, monkeyp
 
 def test_a_killed_download_is_swept_in_the_end(tmp_path: Path) -> None:
     cache = FileCache(tmp_path / "cache", "place", 1000)
-    old, new = cache.scratch / "part-old", cache.scratch / "part-new"
+    old, new = (cache.scratch / f"part-{'0' * 12}.7.9.{name}" for name in ("old", "new"))
     for path in (old, new):
         path.write_bytes(b"")
     os.utime(old, (0, 0))
