@@ -17,6 +17,7 @@ from curation.tasks.importing.reading import (
     TestNames,
     check_tests,
     environment_of,
+    faults_of,
     task_of,
 )
 from curation.tasks.importing.splits import ImportedSplit
@@ -101,8 +102,7 @@ def _row(values: dict[str, Any]) -> Row:
     try:
         return Row.model_validate(values)
     except ValidationError as error:
-        faults = (f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors())
-        raise TaskError(f"its row is wrong at {'; '.join(faults)}") from None
+        raise TaskError(f"its row is wrong at {faults_of(error)}") from None
 
 
 def _source(row: Row, repos: Path) -> Source:
