@@ -215,6 +215,24 @@ def test_a_row_that_is_wrong_is_named_with_its_reason(fault: str, clones: tuple[
     _assert_reason(reading, wrong["instance_id"], reason)
 
 
+HALVES: dict[str, tuple[dict[str, Any], str]] = {
+    "id": ({"instance_id": "\ud83d-x"}, r"its row is wrong at instance_id"),
+    "patch": ({"patch": PATCH + "\ud83d"}, r"has \\ud83d, which is no character: remove it"),
+    "setting": ({"triplane_environment": {"ini": {"a": "\ud83d"}}}, r"has \\ud83d, which is no character"),
+    "test": ({"FAIL_TO_PASS": ["tests/\ud83d.py::t"]}, r"name tests/\\ud83d.py, which is not there"),
+}
+
+
+@pytest.mark.parametrize("place", HALVES)
+def test_half_a_character_leaves_out_its_row_alone(place: str, clones: tuple[Path, str], tmp_path: Path) -> None:
+    changes, reason = HALVES[place]
+    wrong = row(clones[1], **{"instance_id": "wrong-1", **changes})
+    reading = read_source(rows_file(tmp_path / "rows.jsonl", [row(clones[1]), wrong]), clones[0])
+    assert [task.task_id for task in reading.tasks] == ["acme__pack-1"]
+    _assert_reason(reading, wrong["instance_id"].replace("\ud83d", "\\ud83d"), reason)
+    reading.broken[0].model_dump_json().encode()
+
+
 def _assert_reason(reading: Reading, name: str, pattern: str) -> None:
     (broken,) = reading.broken
     assert broken.task_id == name and "\n" not in broken.reason

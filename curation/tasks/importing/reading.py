@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Annotated, Any
@@ -12,6 +13,7 @@ from typing import Annotated, Any
 from pydantic import AliasChoices, BeforeValidator, Field, StrictFloat, StrictInt, ValidationError
 
 from contracts.artifacts import Frozen
+from contracts.digests import digest_of
 from contracts.final_states import DiffState, FinalState
 from contracts.patterns import PathPatterns
 from contracts.tasks import Environment, Split, Task
@@ -96,7 +98,7 @@ def task_of(source: Source) -> Task:
         path for path in source.fixed.keys() | files.keys() if source.fixed.get(path) != source.before.get(path)
     )
     _check_deliverables(source.deliverables, changed)
-    return Task(
+    task = Task(
         task_id=source.task_id,
         family=source.family,
         split=Split.TRAIN,
@@ -111,6 +113,19 @@ def task_of(source: Source) -> Task:
         toolset=source.toolset,
         final_state=source.final_state,
     )
+    with whole_characters():
+        digest_of([task.digest, task.family, task.meta])
+    return task
+
+
+@contextmanager
+def whole_characters() -> Iterator[None]:
+    """Convert the error of a text that has no digest, such as half of an emoji, to TaskError."""
+    try:
+        yield
+    except UnicodeEncodeError as error:
+        found = error.object[error.start : error.end].encode("ascii", "backslashreplace").decode()
+        raise TaskError(f"a text or file name of it has {found}, which is no character: remove it") from None
 
 
 def check_tests(tests: Sequence[str], where: str) -> tuple[str, ...]:

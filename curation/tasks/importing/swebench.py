@@ -19,6 +19,7 @@ from curation.tasks.importing.reading import (
     environment_of,
     faults_of,
     task_of,
+    whole_characters,
 )
 from curation.tasks.importing.splits import ImportedSplit
 from curation.tasks.importing.trees import commit_tree, patched_tree
@@ -71,8 +72,9 @@ def read_rows(file: Path, repos: Path) -> Reading:
             if name in seen:
                 raise TaskError(f"line {number} has the instance_id of an earlier line: give it another")
             seen.add(name)
-            row = _row(as_instance(values) if is_interaction(values) else values)
-            reading.tasks.append(task_of(_source(row, repos)))
+            with whole_characters():
+                row = _row(as_instance(values) if is_interaction(values) else values)
+                reading.tasks.append(task_of(_source(row, repos)))
         except TaskError as error:
             reading.broken.append(BrokenTask(task_id=name, reason=str(error)))
             continue
