@@ -130,6 +130,7 @@ def test_envd_accepts_its_command() -> None:
     given = _parser().parse_args(program[3:])
     assert given.listen == "0.0.0.0:7400" and given.insecure and str(given.key_file) == "/var/run/triplane-envd/key"
     assert given.metrics == "0.0.0.0:9464"
+    assert given.audit_log.parent == given.state_dir, "an alert of lost events needs a file, on a volume"
 
 
 def test_what_is_written_lies_on_volumes(pods: dict[str, Object]) -> None:
