@@ -444,6 +444,20 @@ def test_a_secret_of_the_code_server_reaches_no_other_pod() -> None:
     assert holders == {"triplane-code"}
 
 
+def test_a_secret_of_runs_reaches_runs_and_steps_alone(tmp_path: Path) -> None:
+    found = render({"runs": {"envSecret": "judges", "executor": "k8s", "pool": {"replicas": 2}}})
+    reference = {"secretRef": {"name": "judges"}}
+    holders = {
+        name
+        for name, template in templates(found)
+        for container in template["spec"]["containers"]
+        if reference in container.get("envFrom", ())
+    }
+    assert holders == {"triplane-steps"}
+    (container,) = run_job(found, tmp_path)["spec"]["template"]["spec"]["containers"]
+    assert reference in container["envFrom"]
+
+
 def test_configuration_that_changes_restarts_its_pods() -> None:
     def checksums(values: Object) -> dict[str, Any]:
         return {name: each["metadata"].get("annotations") for name, each in templates(render(values))}
