@@ -125,7 +125,12 @@ def _add_serving(add: Any) -> None:
     add("--audit-key", type=Path, metavar="FILE", help="sign these lines with the key in FILE (`python -m envd audit`)")
     add("--audit-calls", action="store_true", help="audit events of each call too (docs/sandboxes-rules.md)")
     add("--metrics", metavar="HOST:PORT", help="Prometheus metrics at http://HOST:PORT/metrics")
-    add("--snapshot-dir", type=Path, metavar="DIR", help="keep snapshots in DIR, also when the server ends")
+    add(
+        "--snapshot-dir",
+        type=Path,
+        metavar="DIR",
+        help="keep snapshots in DIR, or in a subfolder if others may enter DIR, also when the server ends",
+    )
     add(
         "--drain",
         type=float,

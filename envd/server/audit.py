@@ -146,8 +146,10 @@ class AuditLog:
         self._events: deque[Event] = deque(maxlen=KEEP)
         self._trail: deque[Event] = deque(maxlen=KEEP_CALLS)
         self._sources: dict[tuple[str, str, str], _Source] = {}
-        self.counts: Counter[str] = Counter()
-        """Number of events by kind, including suppressed ones."""
+        self.counts: Counter[str] = Counter(dict.fromkeys(KINDS, 0))
+        """Number of events by kind, including suppressed ones, and under audit.lost the lines that no file took. All
+        kinds are there from the start: an alert sees the first event of a counter only if it was 0 before.
+        """
         self._lock = threading.Lock()
         self._followers: dict[asyncio.Event, asyncio.AbstractEventLoop] = {}
 
@@ -228,6 +230,7 @@ class AuditLog:
         kind, sandbox_id, where = key
         if source.suppressed:
             told = {"source": where} if where else {}
+            self.counts["audit.suppressed"] += 1
             self._append("audit.suppressed", sandbox_id, {"kind": kind, "count": source.suppressed, **told})
 
     def _append(self, kind: str, sandbox_id: str, detail: dict[str, Any]) -> Event:
@@ -236,7 +239,9 @@ class AuditLog:
         (self._trail if kind in TRAIL else self._events).append(event)
         if self._files:
             file = self._files[-1 if kind in TRAIL else 0]
-            if file.write(event.line(self._key)) and (lost := file.take_lost()):
+            if not file.write(event.line(self._key)):
+                self.counts["audit.lost"] += 1
+            elif lost := file.take_lost():
                 self._append("audit.lost", "", {"count": lost, "reason": f"{file.name} could not be written"})
         return event
 

@@ -130,6 +130,7 @@ def test_envd_accepts_its_command() -> None:
     given = _parser().parse_args(program[3:])
     assert given.listen == "0.0.0.0:7400" and given.insecure and str(given.key_file) == "/var/run/triplane-envd/key"
     assert given.metrics == "0.0.0.0:9464"
+    assert given.audit_log.parent == given.state_dir, "an alert of lost events needs a file, on a volume"
 
 
 def test_what_is_written_lies_on_volumes(pods: dict[str, Object]) -> None:
@@ -441,6 +442,20 @@ def test_a_secret_of_the_code_server_reaches_no_other_pod() -> None:
         if {"secretRef": {"name": "alerts"}} in container.get("envFrom", ())
     }
     assert holders == {"triplane-code"}
+
+
+def test_a_secret_of_runs_reaches_runs_and_steps_alone(tmp_path: Path) -> None:
+    found = render({"runs": {"envSecret": "judges", "executor": "k8s", "pool": {"replicas": 2}}})
+    reference = {"secretRef": {"name": "judges"}}
+    holders = {
+        name
+        for name, template in templates(found)
+        for container in template["spec"]["containers"]
+        if reference in container.get("envFrom", ())
+    }
+    assert holders == {"triplane-steps"}
+    (container,) = run_job(found, tmp_path)["spec"]["template"]["spec"]["containers"]
+    assert reference in container["envFrom"]
 
 
 def test_configuration_that_changes_restarts_its_pods() -> None:

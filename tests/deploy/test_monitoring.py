@@ -97,6 +97,16 @@ def test_the_values_that_alerts_ask_for_are_those_of_the_services() -> None:
     assert jobs <= set(re.findall(r"[a-z]+", rules.split("job=~")[1].split("}")[0]))
 
 
+def test_services_of_other_profiles_are_scraped_only_where_they_run() -> None:
+    jobs = yaml.safe_load((MONITORING / "prometheus.yaml").read_text())["scrape_configs"]
+    services = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text())["services"]
+    for job in jobs:
+        assert job.keys() == {"job_name", "dns_sd_configs"}, "a static target that was not started counts as down"
+        (found,) = job["dns_sd_configs"]
+        (name,) = found["names"]
+        assert found["type"] == "A" and f":{found['port']}" in str(services[name]["command"])
+
+
 def test_every_alert_is_explained() -> None:
     rules = yaml.safe_load((MONITORING / "rules.yaml").read_text())
     alerts = [rule["alert"] for group in rules["groups"] for rule in group["rules"]]

@@ -19,7 +19,7 @@ from contracts.rpc import caller
 from envd.errors import EnvdError
 from envd.operations.audit_check import run_audit_check
 from envd.server import audit, audit_file
-from envd.server.audit import BURST, AuditLog, Event, leaves_root
+from envd.server.audit import BURST, KINDS, AuditLog, Event, leaves_root
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -147,6 +147,7 @@ def test_lines_that_a_full_disk_refused_are_counted(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, limit[1]))  # as a disk without room
         for _ in range(3):
             log.record("limit.disk", "a", text="x" * 100)
+        assert log.counts["audit.lost"] == 3, "counted while the disk is full, when alerts are due"
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
         signal.signal(signal.SIGXFSZ, handler)
@@ -162,6 +163,13 @@ def test_lines_that_a_full_disk_refused_are_counted(tmp_path: Path) -> None:
     assert [each.number for each in log.since()] == [1, 2, 3, 4, 5, 6]
 
 
+def test_each_kind_is_counted_from_zero() -> None:
+    log = AuditLog()
+    assert log.counts == dict.fromkeys(KINDS, 0)
+    log.record("verify.tampered", "a")
+    assert (log.counts["verify.tampered"], log.counts["audit.lost"]) == (1, 0)
+
+
 def test_a_flood_is_counted_instead_of_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     log = AuditLog()
     for _ in range(1000):
@@ -169,7 +177,7 @@ def test_a_flood_is_counted_instead_of_kept(monkeypatch: pytest.MonkeyPatch) -> 
     log.record("path.escape", "quiet")
     assert [len(log.since(0, name)) for name in ("loud", "quiet")] == [BURST, 1]
     log.forget("loud")
-    assert log.since()[-1].kind == "audit.suppressed"
+    assert log.since()[-1].kind == "audit.suppressed" and log.counts["audit.suppressed"] == 1
     assert json.loads(log.since()[-1].detail_json) == {"count": 1000 - BURST, "kind": "path.escape"}
     monkeypatch.setattr(audit, "WINDOW_S", 0.0)
     assert all(log.record("path.escape", "slow") is not None for _ in range(2 * BURST))

@@ -172,6 +172,18 @@ def test_a_schedule_of_rl_runs_over_all_iterations() -> None:
         RlConfig(schedule="linear", warmup_steps=8, schedule_steps=8)
 
 
+@pytest.mark.parametrize(
+    ("config", "values"),
+    [(RlConfig, {"schedule_steps": 100}), (RlConfig, {"final_rate": 0.1}), (SftConfig, {"final_rate": 0.1})],
+)
+def test_settings_of_a_schedule_without_one_are_refused(
+    config: type[RlConfig | SftConfig], values: dict[str, Any]
+) -> None:
+    (name,) = values
+    with pytest.raises(ValueError, match=rf"{name}=\S+ has no effect with schedule constant: set schedule"):
+        config.model_validate(values)
+
+
 def test_settings_of_later_versions_are_dumped_only_if_they_are_set() -> None:
     later = set(SftConfig.LATER)
     assert not later & set(SftConfig().model_dump())
