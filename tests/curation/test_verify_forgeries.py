@@ -6,6 +6,8 @@ import asyncio
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+import pytest
+
 from contracts.tasks import Checks, Split, Task
 from curation.tasks.importing.trees import tree_patch
 from curation.verify import Verdict, Verifier
@@ -103,3 +105,30 @@ def test_byte_code_does_not_tell_the_tests_from_their_decoys() -> None:
     for verdict in (verdicts[2], verdicts[-1]):
         kinds = {each.kind for each in verdict.findings}
         assert "decoy" in kinds or not {each.status for each in verdict.tests} & {"passed"}, verdict
+
+
+ROWS = """\
+import pytest
+
+from inc import inc
+
+
+@pytest.mark.parametrize("n, want", [(1, 2), ROW])
+def test_inc(n, want):
+    assert inc(n) == want
+
+
+def test_zero():
+    assert inc(0) == 1
+"""
+
+
+@pytest.mark.parametrize("row", ["pytest.param(2, 3, marks=pytest.mark.skip)", "(2, 9)", "(2, 3)"])
+def test_a_test_with_parameters_that_do_not_pass_is_undecided(row: str) -> None:
+    wrong, right = "def inc(n):\n    return n\n", "def inc(n):\n    return n + 1\n"
+    checks = proven(task_of("inc.py", wrong, right, ROWS.replace("ROW", row), ["test_inc[1-2]", "test_zero"]))
+    undecided, decided = ((f"tests/test_hidden.py::test_{name}",) for name in ("inc", "zero"))
+    if row == "(2, 3)":
+        undecided, decided = (), undecided + decided
+    assert (checks.undecided, {each.tests for each in checks.decoys}) == (undecided, {decided})
+    assert checks.observed is not None and set(checks.observed.seen) == set(decided)
