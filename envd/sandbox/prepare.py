@@ -21,7 +21,7 @@ from contracts.patterns import PathPatterns
 from envd.sandbox import linux
 from envd.sandbox.diff import LINK, Entry, changed_paths, tree_entries
 from envd.sandbox.patch import NotPlain, apply_plain, without_files
-from envd.sandbox.review import review
+from envd.sandbox.review import own_tests, review
 from envd.sandbox.undoing import unwanted
 from envd.tools.paths import make_parents, open_in_root
 
@@ -76,7 +76,9 @@ class Preparation:
                 changed = self.changed = changed_paths(self._template, self._workspace)
                 self._note_others(changed, hidden)  # before anything is undone
                 self._undo(changed, hidden, product)
-                for note in review(self._workspace, self._template, changed):
+                for path in own_tests(self._workspace, self._template, changed):
+                    (self._workspace / path).unlink()
+                for note in review(self._workspace, self._template, changed, hidden):
                     self._note(note)
                 for path in sorted(modules.keys() - set(changed)):
                     with contextlib.suppress(OSError):  # runs without, slower

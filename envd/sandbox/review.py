@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import os
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -104,8 +105,10 @@ _OF_MODULES = {
     "sys": frozenset({"modules", "path", "exit", "stdout", "stderr"}),
 }
 _GRAVE = frozenset({"frames:f_back", "modules:sys.modules", "modules:tests", "judge:names"})
+"""Reported without `review:`: they decide the verdict."""
 _TEST_MODULE = re.compile(r"(tests?\.[\w.]+|([\w.]+\.)?test_\w+)")
-"""Names of the verifier's builtins. Reported without `review:`: only code that searches for the verifier uses them."""
+_NAMED = "named:"
+"""Prefix, between `_of_nodes` and `review`, of a text like the name of a test module."""
 _JUDGES = frozenset({"__see__", "__raised__", "__hidden__", "__plain__"})
 _MANY_EXCEPTIONS = 3
 """Number of builtin exception types that one class may not inherit from at once, since it would match many tests."""
@@ -137,15 +140,36 @@ _SUSPECT_TEXT = (
     "/.template",
     "/tmp/",
 )
-TESTS = re.compile(r"(^|/)(tests?/|test_[^/]*$|[^/]*_tests?\.py$|conftest\.py$)")
-"""Paths of the agent's own tests: no hidden test reads them, and they may use test constructs."""
+_TESTS = re.compile(r"(^|/)(tests?/|test_[^/]*$|[^/]*_tests?\.py$|conftest\.py$)")
+"""Paths of tests and of their helpers."""
+_TEST = re.compile(r"(test_.*|.*_tests?)\.py")
+"""Names of test files. Pytest imports one only if a named test is in it, unlike a conftest or a package."""
 _MAX_BYTES = 1 << 20
 _MOST_FILES = 200
 _MOST_NAMES = 12
 
 
-def review(workspace: Path, template: Path, changed: Collection[str]) -> list[str]:
-    """Names, as `review:...`, of constructs that the changed files have more of than the template; sorted, bounded."""
+def own_tests(workspace: Path, template: Path, changed: Collection[str]) -> list[str]:
+    """Paths of new test files with constructs that tests may use and that decide a verdict elsewhere.
+
+    No other changed file names them, so that without them only code that loads them secretly fails.
+    """
+    new = [path for path in sorted(changed) if _TEST.fullmatch(Path(path).name) and not (template / path).exists()]
+    found = []
+    for path in new[:_MOST_FILES]:
+        if any(name in _GRAVE or name.startswith(_NAMED) for name in _names(_read(workspace / path))):
+            word = re.compile(rb"\b%s\b" % re.escape(os.fsencode(Path(path).stem)))
+            others = (other for other in changed if other != path and other.endswith(".py"))
+            if not any(word.search(_read(workspace / other)) for other in others):
+                found.append(path)
+    return found
+
+
+def review(workspace: Path, template: Path, changed: Collection[str], hidden: Collection[str] = ()) -> list[str]:
+    """Names, as `review:...`, of constructs that the changed files have more of than the template; sorted, bounded.
+
+    hidden: paths of hidden files.
+    """
     found = Counter[str]()
     files = sorted(
         (each for each in changed if each.endswith(".py")), key=lambda path: (not (template / path).exists(), path)
@@ -157,6 +181,11 @@ def review(workspace: Path, template: Path, changed: Collection[str]) -> list[st
     for path, known in before.items():
         more = added(known, _read(workspace / path))
         found += Counter({name: count for name, count in more.items() if not (path in new and name in moved)})
+    named = [name for name in found if name.startswith(_NAMED)]
+    if named:
+        modules = _test_modules(template, (*changed, *hidden))
+        found += Counter("modules:tests" for each in named if not modules.isdisjoint(each.split(".")[1:]))
+        found -= Counter({each: found[each] for each in named})
     names = [f"review:{name}" for name in sorted(found)][:_MOST_NAMES]
     grave = sorted(name for name in found if name in _GRAVE)
     return [
@@ -164,6 +193,13 @@ def review(workspace: Path, template: Path, changed: Collection[str]) -> list[st
         *(name for name in names if name.removeprefix("review:") not in grave),
         *(["review:many-files"] if len(files) > _MOST_FILES else []),
     ]
+
+
+def _test_modules(template: Path, others: Iterable[str]) -> frozenset[str]:
+    """Names of the modules and packages among the tests of the template and of other paths."""
+    paths = [*(str(each.relative_to(template)) for each in template.rglob("*.py")), *others]
+    tests = [Path(path) for path in paths if path.endswith(".py") and _TESTS.search(path)]
+    return frozenset(name for path in tests for name in (path.stem, path.parent.name))
 
 
 def _read(path: Path) -> bytes:
@@ -247,8 +283,9 @@ def _of_nodes(nodes: Sequence[ast.AST], tree: ast.Module) -> Iterator[str]:
     fine = {id(each) for node in walked for each in _plain_uses(node)}
     for node in walked:
         yield from _of_node(node)
-        if any(_TEST_MODULE.fullmatch(name) for name in _modules_named(node)):
+        if any(_TEST_MODULE.fullmatch(name) for name in _modules_of(node)):
             yield "modules:tests"
+        yield from (f"{_NAMED}{text}" for text in _texts_of(node) if _TEST_MODULE.fullmatch(text))
         if isinstance(node, ast.Attribute) and node.attr == "f_back":
             yield "frames:f_back"
         if {
@@ -265,19 +302,19 @@ def _of_nodes(nodes: Sequence[ast.AST], tree: ast.Module) -> Iterator[str]:
         yield "thread-at-import"
 
 
-def _modules_named(node: ast.AST) -> list[str]:
-    """Names of modules that a node imports, by statement or by a string argument of a call."""
+def _modules_of(node: ast.AST) -> list[str]:
+    """Names of modules that a statement imports."""
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     if isinstance(node, ast.ImportFrom):
         return [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
-    if isinstance(node, ast.Call):
-        return [
-            each.value
-            for each in node.args
-            if isinstance(each, ast.Constant) and isinstance(each.value, str) and "." in each.value
-        ]
     return []
+
+
+def _texts_of(node: ast.AST) -> list[str]:
+    """Arguments of a call that may name a module."""
+    values = [each.value for each in node.args if isinstance(each, ast.Constant)] if isinstance(node, ast.Call) else []
+    return [each for each in values if isinstance(each, str) and "." in each]
 
 
 def _is_modules(node: ast.AST) -> bool:
