@@ -10,7 +10,7 @@ import pytest
 
 from envd.operations.client import OperationsClient
 from envd.types import VerifyResult
-from tests.envd.harness import FILES, Harness
+from tests.envd.harness import FILES, HIDDEN, Harness
 from tests.envd.verifying import Verifying
 
 RIGHT = "def add(a, b):\n    return a + b\n"
@@ -68,6 +68,31 @@ def test_what_the_diffs_lines_do_is_named_at_first_sight(isolated: Verifying, lo
 def test_honest_code_of_the_standard_librarys_ways_is_named_nothing(isolated: Verifying, line: str) -> None:
     result = isolated.verify({"calc.py": RIGHT + line})
     assert (statuses(result), result.tampering) == (["passed", "passed"], ())
+
+
+BESIDE = {"tests/__init__.py": b"", "tests/data/rows.json": b"[]", **HIDDEN}
+
+
+def test_files_of_hidden_files_names_elsewhere_may_be_read(isolated: Verifying) -> None:
+    files = {**FILES, "lib/__init__.py": b"", "lib/rows.json": b"[1]", "lib/table.py": b"ONE = 1\n"}
+    code = "from lib.table import ONE\n\nROWS = open('lib/rows.json').read()\nopen('rows.json', 'w').close()\n"
+    result = isolated.verify({"calc.py": f"{code}\n\n{RIGHT}"}, files=files, hidden=BESIDE)
+    assert (statuses(result), result.tampering) == (["passed", "passed"], ())
+
+
+@pytest.mark.parametrize(
+    "reading",
+    [
+        "open('tests/data/rows.json')",
+        "os.chdir('tests/data') or open('rows.json')",
+        "os.open('rows.json', os.O_RDONLY, dir_fd=os.open('tests/data', os.O_RDONLY))",
+        "os.symlink('/workspace/tests/data/rows.json', '/tmp/other') or open('/tmp/other')",
+        "open('/tmp/test_hidden.py', 'w')",
+    ],
+)
+def test_a_hidden_file_is_recognized_by_every_name(isolated: Verifying, reading: str) -> None:
+    result = isolated.verify({"calc.py": f"import os\n\n{RIGHT}\n\n{reading}\n"}, hidden=BESIDE)
+    assert "read:hidden-test" in result.tampering
 
 
 def test_what_the_template_did_before_is_not_the_diffs(isolated: Verifying) -> None:
