@@ -41,11 +41,18 @@ class Preparation:
     """Turns one workspace, a copy of the template, into the tree that is tested."""
 
     def __init__(
-        self, workspace: Path, template: Path, scratch: Path, *, supervised: bool, artifacts: PathPatterns | None = None
+        self,
+        workspace: Path,
+        template: Path,
+        scratch: Path,
+        *,
+        supervised: bool,
+        artifacts: PathPatterns | None = None,
+        tests: Collection[str] = (),
     ) -> None:
-        """artifacts: the paths that the diff may change; None: any."""
+        """artifacts: the paths that the diff may change; None: any. tests: names of the tests that run."""
         self._workspace, self._template, self._scratch = workspace, template, scratch
-        self._supervised, self._artifacts = supervised, artifacts
+        self._supervised, self._artifacts, self._tests = supervised, artifacts, tests
         self.notes: list[str] = []
         """Names of the diff's changes that influence tests. They are undone; a note does not prove intent."""
         self.changed: list[str] = []
@@ -175,7 +182,7 @@ class Preparation:
 
     def _undo(self, changed: list[str], hidden: Mapping[str, bytes], product: Collection[str]) -> None:
         """Undo and note changes that influence Python or pytest."""
-        for path, note in unwanted(changed, self._template, hidden, product):
+        for path, note in unwanted(changed, self._template, hidden, product, self._tests):
             target, original = self._workspace / path, self._template / path
             if note and (Path(path).name not in _ALSO_OTHERWISE_USED or _speaks_of_pytest(target)):
                 self._note(note)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from envd.operations.client import OperationsClient
+from envd.sandbox.undoing import unwanted
 from envd.types import VerifyResult
 from tests.envd.harness import FILES, HIDDEN, Harness
 from tests.envd.verifying import Verifying
@@ -127,6 +129,35 @@ def test_what_stands_in_for_the_tests_is_undone_and_named(isolated: Verifying, a
     }
     result = isolated.verify({"calc.py": RIGHT, **changes}, files=files, hidden=hidden)
     assert (statuses(result), result.tampering) == (["passed", "passed"], (name,))
+
+
+def test_new_files_of_hidden_files_names_elsewhere_stay(isolated: Verifying) -> None:
+    changes = {"calc.py": f"from signs import ONE\nfrom lib.rows import TWO\n\n\n{RIGHT}"}
+    changes |= {"signs/__init__.py": "ONE = 1\n", "lib/rows.py": "TWO = 2\n"}
+    hidden = {"tests/__init__.py": b"", "tests/rows.py": b"", **HIDDEN}
+    result = isolated.verify(changes, hidden=hidden)
+    assert (statuses(result), result.tampering) == (["passed", "passed"], ())
+
+
+def test_new_files_that_imports_of_hidden_modules_could_find_are_undone(tmp_path: Path) -> None:
+    hidden = {
+        "tests/__init__.py": b"",
+        "tests/rows.py": b"",
+        "tests/bare.py": b"",
+        "tests/load.py": b"def test(): import bare, tests.rows\n",
+        "tests/data.json": b"{}",
+    }
+    twins = [
+        "bare.py",
+        "zz/bare.py",
+        "zz/tests/rows.py",
+        "zz/tests/__init__.py",
+        "zz/load.py",
+        "tests/load/__init__.py",
+    ]
+    others = ["rows.py", "zz/rows.py", "zz/__init__.py", "zz/data.json", "load/__init__.py"]
+    found = list(unwanted([*twins, *others], tmp_path, hidden, tests=["tests/load.py::test"]))
+    assert found == [(path, f"undone:twin:{Path(path).name}") for path in twins]
 
 
 def test_a_helper_that_solutions_change_is_not_restored(isolated: Verifying) -> None:
