@@ -98,10 +98,13 @@ def _contradiction(observed: Observed, key: str, values: Sequence[str], before: 
     used = Counter(map(rights, values))
     if not set(used) <= set(before) or (rule.exact and used != Counter(before)):
         return "values were compared with others than the test's"
-    told = {agrees(observed, key, value) for value in values}
-    if False in told:
-        return f"the value it gave is not what the test asks for ({_asked(rule)})"
-    return "its value is of no builtin type, so that only its own code says what it equals" if None in told else None
+    undecided = False
+    for value in values:
+        told = agrees(observed, key, value)
+        if told is False:
+            return f"the value it gave is not what the test asks for ({_asked(rule)})"
+        undecided |= told is None
+    return "its value is of no builtin type, so that only its own code says what it equals" if undecided else None
 
 
 def _asked(rule: Rule) -> str:

@@ -347,10 +347,10 @@ class Verifier:
         begun: the runs beside the first, if they already started.
         """
         found = await (begun or self._beside(task, diff, checks))
-        evidence = find_cheating(checks, found.observed, found.decoys)
+        evidence = await asyncio.to_thread(find_cheating, checks, found.observed, found.decoys)
         if evidence.findings:  # run again, so that an unstable test is not reported as tampering
             again = await self._beside(task, diff, checks, repeat=True)
-            second = find_cheating(checks, again.observed, again.decoys)
+            second = await asyncio.to_thread(find_cheating, checks, again.observed, again.decoys)
             found.repeated.extend(again.repeated)
             lasting = {each.name for each in second.findings}
             evidence = Evidence(

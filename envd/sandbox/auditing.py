@@ -79,12 +79,43 @@ def _lines(path: Path) -> list[bytes]:
         return []
 
 
+class _Hidden:
+    """Recognizes hidden files by their paths and identities, and by their base names where these say enough."""
+
+    def __init__(self, root: Path, hidden: Collection[str], tests: Collection[str]) -> None:
+        self._stat = os.stat
+        self._paths = frozenset(str(root / path) for path in hidden)
+        self._names = frozenset(os.path.basename(path) for path in hidden)  # noqa: PTH119 - no Path once a hook runs
+        self._tests = frozenset(os.path.basename(path) for path in tests)  # noqa: PTH119
+        self._files = frozenset(found for path in self._paths if (found := self._identity(path)) is not None)
+
+    def opened(self, path: str, mode: object) -> bool:
+        """Whether a file that is opened is hidden. mode: None for `os.open`, whose path may be below a descriptor."""
+        name = path.rpartition("/")[2]
+        if path in self._paths or name in self._tests or (mode is None and path[:1] != "/" and name in self._names):
+            return True
+        return self._identity(path) in self._files
+
+    def _identity(self, path: str) -> tuple[int, int] | None:
+        try:
+            found = self._stat(path)
+        except (OSError, ValueError):
+            return None
+        return found.st_dev, found.st_ino
+
+
 def install(
-    root: Path, template: Path, changed: Collection[str], hidden: Collection[str], report: Callable[[str], None]
+    root: Path,
+    template: Path,
+    changed: Collection[str],
+    hidden: Collection[str],
+    tests: Collection[str],
+    report: Callable[[str], None],
 ) -> None:
     """Install the hook, which reports the actions of the changed files' code, each name once.
 
-    The hook stays for the life of this process and its forks.
+    hidden: paths of hidden files and of their byte code. tests: those of files with named tests, which count wherever
+    they are. The hook stays for the life of this process and its forks.
     """
     sources = _Sources(root, template, changed)
     envd = str(Path(_lines.__code__.co_filename).parents[1])  # as frames name it; __file__ may be the sandbox's path
@@ -92,8 +123,7 @@ def install(
         *{f"{path}/" for path in (*system_directories(), envd)},
         "<",
     )
-    places = frozenset(str(root / path) for path in hidden)
-    names = frozenset(os.path.basename(path) for path in hidden)  # noqa: PTH119 - no Path once a hook runs
+    files = _Hidden(root, hidden, tests)
     own, inside, told = f"{root}/", [False], set[str]()
     getframe, direct, through = sys._getframe, _DIRECT, _THROUGH
 
@@ -123,7 +153,7 @@ def install(
             return
         inside[0] = True
         try:
-            name = name or _by_arguments(event, arguments, places, names)
+            name = name or _by_arguments(event, arguments, files)
             if name and name not in told and whose(getframe(1), deep):
                 told.add(name)
                 report(name)
@@ -134,13 +164,13 @@ def install(
         sys.addaudithook(hook)
 
 
-def _by_arguments(event: str, arguments: tuple[Any, ...], places: frozenset[str], names: frozenset[str]) -> str:
+def _by_arguments(event: str, arguments: tuple[Any, ...], files: _Hidden) -> str:
     first = arguments[0] if arguments else None
     if event == "open":
         if not isinstance(first, (str, bytes)) or type(first) not in (str, bytes):
             return ""
         path = os.fsdecode(first)
-        if path in places or path.rpartition("/")[2] in names:
+        if files.opened(path, arguments[1]):
             return "read:hidden-test"
         return "read:proc" if path.startswith("/proc/") else ""
     if event == "import":

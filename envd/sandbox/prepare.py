@@ -21,7 +21,7 @@ from contracts.patterns import PathPatterns
 from envd.sandbox import linux
 from envd.sandbox.diff import LINK, Entry, changed_paths, tree_entries
 from envd.sandbox.patch import NotPlain, apply_plain, without_files
-from envd.sandbox.review import GRAVE, review
+from envd.sandbox.review import GRAVE, own_tests, review
 from envd.sandbox.undoing import unwanted
 from envd.tools.paths import make_parents, open_in_root
 
@@ -42,11 +42,18 @@ class Preparation:
     """Turns one workspace, a copy of the template, into the tree that is tested."""
 
     def __init__(
-        self, workspace: Path, template: Path, scratch: Path, *, supervised: bool, artifacts: PathPatterns | None = None
+        self,
+        workspace: Path,
+        template: Path,
+        scratch: Path,
+        *,
+        supervised: bool,
+        artifacts: PathPatterns | None = None,
+        tests: Collection[str] = (),
     ) -> None:
-        """artifacts: the paths that the diff may change; None: any."""
+        """artifacts: the paths that the diff may change; None: any. tests: names of the tests that run."""
         self._workspace, self._template, self._scratch = workspace, template, scratch
-        self._supervised, self._artifacts = supervised, artifacts
+        self._supervised, self._artifacts, self._tests = supervised, artifacts, tests
         self.notes: list[str] = []
         """Names of the diff's changes that influence tests. They are undone; a note does not prove intent."""
         self.changed: list[str] = []
@@ -77,7 +84,9 @@ class Preparation:
                 changed = self.changed = changed_paths(self._template, self._workspace)
                 self._note_others(changed, hidden)  # before anything is undone
                 self._undo(changed, hidden, product)
-                for note in review(self._workspace, self._template, changed):
+                for path in own_tests(self._workspace, self._template, changed):
+                    (self._workspace / path).unlink()
+                for note in review(self._workspace, self._template, changed, hidden):
                     self._note(note)
                 for path in sorted(modules.keys() - set(changed)):
                     with contextlib.suppress(OSError):  # runs without, slower
@@ -174,7 +183,7 @@ class Preparation:
 
     def _undo(self, changed: list[str], hidden: Mapping[str, bytes], product: Collection[str]) -> None:
         """Undo and note changes that influence Python or pytest."""
-        for path, note in unwanted(changed, self._template, hidden, product):
+        for path, note in unwanted(changed, self._template, hidden, product, self._tests):
             target, original = self._workspace / path, self._template / path
             if note and (Path(path).name not in _ALSO_OTHERWISE_USED or _speaks_of_pytest(target)):
                 self._note(note)

@@ -109,7 +109,8 @@ def run_tests(
     sys.path[:0] = [str(root), str(root / "src")] if src else [str(root)]
     running = [""]
     observing.install(lambda key, value: send("see", running[0], key, "", value))
-    auditing.install(root, origin.template, changed, origin.hidden, lambda name: send("tamper", status=name))
+    named = [*files, *map(cached_path, files)]
+    auditing.install(root, origin.template, changed, origin.hidden, named, lambda name: send("tamper", status=name))
     recorder = _recorder(root, tests, send, origin, running, ways=_ways(present))
     if _prepared and not configuration:
         session = _prepared[0]

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cache, lru_cache
 from importlib.machinery import PathFinder
+from itertools import takewhile
 from pathlib import Path, PurePosixPath
 
 CONFIGURATION = frozenset(
@@ -41,12 +42,16 @@ _TESTING = re.compile(rb"^\s*(import|from)\s+(pytest|unittest)\b", re.MULTILINE)
 
 
 def unwanted(
-    changed: Collection[str], template: Path, hidden: Mapping[str, bytes], product: Collection[str] = ()
+    changed: Collection[str],
+    template: Path,
+    hidden: Mapping[str, bytes],
+    product: Collection[str] = (),
+    tests: Collection[str] = (),
 ) -> Iterator[tuple[str, str]]:
     """Yield paths to undo, each with its note, which is empty for tests that no hidden test imports.
 
     changed: paths that differ from the template's, in any order. product: files that solutions change and that do not
-    count as helpers.
+    count as helpers. tests: names of the tests that run.
     """
 
     @cache
@@ -55,7 +60,7 @@ def unwanted(
         return frozenset().union(*(imports(content) for path, content in hidden.items() if path.endswith(".py")))
 
     here = {PurePosixPath(path).parent / PurePosixPath(path).stem for path in hidden}
-    names = {PurePosixPath(path).name for path in hidden}
+    named = {test.partition("::")[0] for test in tests}
     for path in changed:
         name = PurePosixPath(path).name
         if name in CONFIGURATION or name.endswith(".pth"):
@@ -67,7 +72,11 @@ def unwanted(
         elif (
             path not in hidden
             and not (template / path).exists()
-            and (name in names or _is_twin(PurePosixPath(path), here) or _shadows_tests(PurePosixPath(path), template))
+            and (
+                _is_twin(PurePosixPath(path), here)
+                or _shadows_tests(PurePosixPath(path), template)
+                or _could_be_hidden(PurePosixPath(path), hidden, named)
+            )
         ):
             yield path, f"undone:twin:{name}"
         elif (shadow := _shadow(path, template)) is not None:
@@ -95,6 +104,35 @@ def imports(source: bytes) -> frozenset[str]:
 def _is_twin(path: PurePosixPath, hidden: Collection[PurePosixPath]) -> bool:
     stem = path.parent / path.name.split(".", 1)[0]
     return stem in hidden or any(parent.parent / parent.stem in hidden for parent in path.parents)
+
+
+def _could_be_hidden(path: PurePosixPath, hidden: Mapping[str, bytes], named: Collection[str]) -> bool:
+    """Whether an import of a hidden module or pytest could find a new file of the same name instead.
+
+    named: files with named tests. Other modules count if a hidden file says a name by which both could be imported.
+    """
+    for each in hidden:
+        other = PurePosixPath(each)
+        if path.name != other.name or path.suffix != ".py":
+            continue
+        if each in named or _TEST.fullmatch(path.name):
+            return True
+        if path.name == "__init__.py":
+            if path.parent.name == other.parent.name:
+                return True
+            continue
+        same = list(takewhile(lambda pair: pair[0] == pair[1], zip(_module(path), _module(other), strict=False)))
+        for count in range(1, len(same) + 1):
+            module = ".".join(part for part, _ in reversed(same[:count]))
+            said = re.compile(rb"(?<![\w.])%s\b" % re.escape(module.encode(errors="surrogateescape")))
+            if any(said.search(content) for content in hidden.values()):
+                return True
+    return False
+
+
+def _module(path: PurePosixPath) -> tuple[str, ...]:
+    """Parts of a module's full name, the last first."""
+    return (path.stem, *reversed(path.parts[:-1]))
 
 
 def _shadows_tests(path: PurePosixPath, template: Path) -> bool:

@@ -107,7 +107,9 @@ def verify(
     # Opened before anything is applied or run, so that a file put at its path later is not read.
     log = os.open(place.scratch / "log", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     declared = PathPatterns(artifacts) if artifacts else None
-    preparation = Preparation(place.workspace, place.template, place.scratch, supervised=supervised, artifacts=declared)
+    preparation = Preparation(
+        *(place.workspace, place.template, place.scratch), supervised=supervised, artifacts=declared, tests=tests
+    )
     codes = {cached_path(path): code for path, code in codes.items()}
     problem = preparation.run(diff, hidden, product, codes, modules)
     if problem is not None:

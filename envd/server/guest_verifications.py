@@ -5,12 +5,14 @@ signed result.
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import hashlib
 import hmac
 import json
 import secrets
 import struct
+import zlib
 from typing import Any
 
 from envd.backends.base import Backend, BoxSpec
@@ -22,8 +24,8 @@ from envd.sandbox.in_guest import BOOT, KEY_BYTES
 from envd.server.guest_bundle import bundle
 from envd.server.guestprocess import candidates
 
-_RING = 4 * 1024 * 1024
-"""Bytes of output that are kept, enough for any result."""
+_RING = 16 * 1024 * 1024
+"""Bytes of output that are kept, enough for any result: the most that a guest's agent allows."""
 _POLL_S, _FULL_S = 20.0, 0.005
 _FLAGS = ("-P", "-s", "-B", "-c")
 
@@ -95,7 +97,7 @@ async def _output(guest: GuestLink, process: int, channel: int) -> bytes:
     while True:
         chunk = await guest.output(process, channel, offset, wait_s=_POLL_S)
         found += chunk.data
-        del found[: -2 * _RING]
+        del found[:-_RING]
         offset = chunk.start + len(chunk.data)
         if chunk.ended and not chunk.data:
             return bytes(found)
@@ -106,11 +108,12 @@ def _signed(output: bytes, key: bytes) -> dict[str, Any] | None:
     for line in reversed(output.split(b"\n")):
         mark, _, text = line.partition(b" ")
         try:
-            said = bytes.fromhex(text.decode("ascii"))
-        except (UnicodeDecodeError, ValueError):
+            said = base64.b64decode(text, validate=True)
+        except ValueError:
             continue
         if text and hmac.compare_digest(hmac.new(key, said, hashlib.sha256).hexdigest().encode(), mark):
-            header, _ = wire.lengths(said[: wire.HEAD.size])
-            reply: dict[str, Any] = json.loads(said[wire.HEAD.size : wire.HEAD.size + header])
+            frame = zlib.decompressobj().decompress(said, wire.MAX_HEADER)
+            header, _ = wire.lengths(frame[: wire.HEAD.size])
+            reply: dict[str, Any] = json.loads(frame[wire.HEAD.size : wire.HEAD.size + header])
             return reply
     return None

@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from contracts.tasks import Checks, Decoy, Observed, Rule, Split, Task
-from curation.tasks.checks import decoys, observing
+from curation.tasks.checks import decoys, expectations, observing
 from curation.tasks.checks.expectations import agrees, decode
 from curation.tasks.checks.proving import prove
 from envd.client import TestOutcome, VerifyResult
@@ -330,6 +330,39 @@ def test_raised_exceptions_are_told_by_builtin_class_and_text() -> None:
     assert not agrees(RULES, "r", '[["e",["KeyError"],"oh no"]]')
     assert not agrees(RULES, "r", '[["e",["ValueError"],"yes"]]')
     assert not agrees(RULES, "r", '[["e",[],""]]')
+
+
+@pytest.mark.timeout(60)
+def test_comparisons_with_a_huge_range_end() -> None:
+    def told(check: str, value: object) -> bool | None:
+        made = observing.make({"t.py": f"def test():\n    assert {check}\n".encode()})
+        (key,) = made.rules
+        return agrees(made, key, json.dumps([encode(value)]))
+
+    huge = range(10**18)
+    assert told("'x' in tags()", huge) is False and told("'x' not in tags()", huge) is True
+    assert told("2.5 in tags()", huge) is False
+    assert told("3.0 in tags()", huge) is True
+    assert told("3 in tags()", huge) is True and told("-1 in tags()", huge) is False
+    near = Observed({}, {"k": Rule("compare", "==", "", tolerance=(None, None))}, {}, {})
+    assert agrees(near, "k", json.dumps([encode(huge), encode(huge)])) is False
+    assert agrees(near, "k", json.dumps([encode([0, 1, 2]), encode(range(3))])) is True
+
+
+@pytest.mark.timeout(60)
+def test_a_number_that_is_no_pair_of_integers_is_not_computed() -> None:
+    assert agrees(RULES, "k", '[["Q",[["s","1e999999999"],["n"]]]]') is False
+
+
+@pytest.mark.timeout(60)
+def test_a_pattern_that_backtracks_without_end_does_not_match(monkeypatch: pytest.MonkeyPatch) -> None:
+    check = r"with pytest.raises(ValueError, match=r'key (\w+\s*)+: no$'):"
+    made = observing.make({"t.py": f"import pytest\n\n\ndef test():\n    {check}\n        f()\n".encode()})
+    (key,) = made.rules
+    assert agrees(made, key, json.dumps([["e", ["ValueError"], "key \xe9\0 is odd: no"]])) is False
+    assert agrees(made, key, json.dumps([["e", ["ValueError"], "key \xe9 is odd: no"]])) is True
+    monkeypatch.setattr(expectations, "_PATTERN_S", 1.0)
+    assert agrees(made, key, json.dumps([["e", ["ValueError"], "key " + "a" * 2000]])) is False
 
 
 def test_checks_survive_json() -> None:

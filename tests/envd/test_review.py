@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from envd.sandbox import review as module
-from envd.sandbox.review import added, review
+from envd.sandbox.review import added, own_tests, review
 
 SOURCES = [Path(str(each.__file__)).read_text() for each in (json.decoder, unittest.case)] + [
     "import os\nimport sys\n\n\nclass A(ValueError):\n    x = 1\n\n    class B:\n        def f(self):\n"
@@ -55,8 +55,9 @@ def names(source: str) -> Iterator[str]:
     fine = {id(each) for node in nodes for each in module._plain_uses(node)}
     for node in nodes:
         yield from module._of_node(node)
-        if any(module._TEST_MODULE.fullmatch(name) for name in module._modules_named(node)):
+        if any(module._TEST_MODULE.fullmatch(name) for name in module._modules_of(node)):
             yield "modules:tests"
+        yield from (f"named:{text}" for text in module._texts_of(node) if module._TEST_MODULE.fullmatch(text))
         if isinstance(node, ast.Attribute) and node.attr == "f_back":
             yield "frames:f_back"
         value = node.value if isinstance(node, ast.Constant) else None
@@ -173,3 +174,54 @@ def test_python_that_is_too_large_to_be_read_is_named(tmp_path: Path, monkeypatc
         place = tmp_path / str(number)
         place.mkdir()
         assert (reviewed(place, before, after) == ["unreviewed:python"]) == named, number
+
+
+def written(root: Path, files: dict[str, str]) -> Path:
+    for path, text in files.items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(text)
+    return root
+
+
+TEMPLATE = {"calc.py": "", "tests/helpers.py": "", "net/example.py": ""}
+
+
+@pytest.mark.parametrize(
+    ("line", "names"),
+    [
+        ("open('test.txt', 'w')", []),
+        ("lookup('test.example.com')", []),
+        ("mode('tests.net.example')", ["modules:tests"]),
+        ("load('tests.helpers')", ["modules:tests"]),
+        ("load('tests.test_unseen')", ["modules:tests"]),
+        ("load('other.test_unseen')", ["modules:tests"]),
+        ("import tests.helpers", ["modules:tests"]),
+    ],
+)
+def test_a_text_counts_if_it_leads_to_a_module_of_the_tests(tmp_path: Path, line: str, names: list[str]) -> None:
+    before = written(tmp_path / "before", TEMPLATE | {"tests/net/__init__.py": ""})
+    after = written(tmp_path / "after", {"calc.py": line})
+    found = review(after, before, ["calc.py"], ["tests/test_unseen.py"])
+    assert [name for name in found if not name.startswith("review:")] == names
+
+
+HELPED = "from tests.helpers import check\n"
+PATCHED = "import sys\nfrom unittest import mock\n\n\ndef test():\n    mock.patch.dict(sys.modules, {'yaml': None})\n"
+LIES = "def look(frame):\n    return frame.f_back\n"
+
+
+@pytest.mark.parametrize(
+    ("files", "own"),
+    [
+        ({"tests/test_more.py": HELPED}, ["tests/test_more.py"]),
+        ({"tests/test_more.py": PATCHED, "calc_test.py": HELPED}, ["calc_test.py", "tests/test_more.py"]),
+        ({"tests/test_more.py": "def test():\n    pass\n"}, []),
+        ({"lies_test.py": LIES, "calc.py": "from lies_test import look\n"}, []),
+        ({"lies_test.py": LIES, "calc.py": "look = load('lies_test').look\n"}, []),
+        ({"lies_test.py": LIES, "calc.py": "look = load('lies_' + 'test').look\n"}, ["lies_test.py"]),
+        ({"tests/conftest.py": HELPED, "tests/__init__.py": HELPED, "tests/more.py": HELPED, "repro.py": HELPED}, []),
+    ],
+)
+def test_new_tests_that_no_other_file_names_are_left_out(tmp_path: Path, files: dict[str, str], own: list[str]) -> None:
+    before, after = written(tmp_path / "before", TEMPLATE), written(tmp_path / "after", files)
+    assert own_tests(after, before, list(files)) == own

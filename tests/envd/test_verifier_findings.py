@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from envd.operations.client import OperationsClient
+from envd.sandbox.undoing import unwanted
 from envd.types import VerifyResult
-from tests.envd.harness import FILES, Harness
+from tests.envd.harness import FILES, HIDDEN, Harness
 from tests.envd.verifying import Verifying
 
 RIGHT = "def add(a, b):\n    return a + b\n"
@@ -68,6 +70,31 @@ def test_what_the_diffs_lines_do_is_named_at_first_sight(isolated: Verifying, lo
 def test_honest_code_of_the_standard_librarys_ways_is_named_nothing(isolated: Verifying, line: str) -> None:
     result = isolated.verify({"calc.py": RIGHT + line})
     assert (statuses(result), result.tampering) == (["passed", "passed"], ())
+
+
+OF_TESTS = {"tests/__init__.py": b"", "tests/data/rows.json": b"[]", **HIDDEN}
+
+
+def test_files_of_hidden_files_names_elsewhere_may_be_read(isolated: Verifying) -> None:
+    files = {**FILES, "lib/__init__.py": b"", "lib/rows.json": b"[1]", "lib/table.py": b"ONE = 1\n"}
+    code = "from lib.table import ONE\n\nROWS = open('lib/rows.json').read()\nopen('rows.json', 'w').close()\n"
+    result = isolated.verify({"calc.py": f"{code}\n\n{RIGHT}"}, files=files, hidden=OF_TESTS)
+    assert (statuses(result), result.tampering) == (["passed", "passed"], ())
+
+
+@pytest.mark.parametrize(
+    "reading",
+    [
+        "open('tests/data/rows.json')",
+        "os.chdir('tests/data') or open('rows.json')",
+        "os.open('rows.json', os.O_RDONLY, dir_fd=os.open('tests/data', os.O_RDONLY))",
+        "os.symlink('/workspace/tests/data/rows.json', '/tmp/other') or open('/tmp/other')",
+        "open('/tmp/test_hidden.py', 'w')",
+    ],
+)
+def test_a_hidden_file_is_recognized_by_every_name(isolated: Verifying, reading: str) -> None:
+    result = isolated.verify({"calc.py": f"import os\n\n{RIGHT}\n\n{reading}\n"}, hidden=OF_TESTS)
+    assert "read:hidden-test" in result.tampering
 
 
 def test_what_the_template_did_before_is_not_the_diffs(isolated: Verifying) -> None:
@@ -129,6 +156,35 @@ def test_what_stands_in_for_the_tests_is_undone_and_named(isolated: Verifying, a
     }
     result = isolated.verify({"calc.py": RIGHT, **changes}, files=files, hidden=hidden)
     assert (statuses(result), result.tampering) == (["passed", "passed"], (name,))
+
+
+def test_new_files_of_hidden_files_names_elsewhere_stay(isolated: Verifying) -> None:
+    changes = {"calc.py": f"from signs import ONE\nfrom lib.rows import TWO\n\n\n{RIGHT}"}
+    changes |= {"signs/__init__.py": "ONE = 1\n", "lib/rows.py": "TWO = 2\n"}
+    hidden = {"tests/__init__.py": b"", "tests/rows.py": b"", **HIDDEN}
+    result = isolated.verify(changes, hidden=hidden)
+    assert (statuses(result), result.tampering) == (["passed", "passed"], ())
+
+
+def test_new_files_that_imports_of_hidden_modules_could_find_are_undone(tmp_path: Path) -> None:
+    hidden = {
+        "tests/__init__.py": b"",
+        "tests/rows.py": b"",
+        "tests/bare.py": b"",
+        "tests/load.py": b"def test(): import bare, tests.rows\n",
+        "tests/data.json": b"{}",
+    }
+    twins = [
+        "bare.py",
+        "zz/bare.py",
+        "zz/tests/rows.py",
+        "zz/tests/__init__.py",
+        "zz/load.py",
+        "tests/load/__init__.py",
+    ]
+    others = ["rows.py", "zz/rows.py", "zz/__init__.py", "zz/data.json", "load/__init__.py"]
+    found = list(unwanted([*twins, *others], tmp_path, hidden, tests=["tests/load.py::test"]))
+    assert found == [(path, f"undone:twin:{Path(path).name}") for path in twins]
 
 
 def test_a_helper_that_solutions_change_is_not_restored(isolated: Verifying) -> None:

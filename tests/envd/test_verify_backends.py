@@ -4,11 +4,13 @@ else signs a result.
 
 from __future__ import annotations
 
-import hashlib
-import hmac
+import json
 import os
+import random
+import string
 import struct
 from collections.abc import Iterator
+from dataclasses import asdict
 
 import pytest
 
@@ -16,9 +18,10 @@ from envd.client import VerifyResult
 from envd.errors import RulesDenied
 from envd.local import LocalEnvd
 from envd.operations.client import OperationsClient
-from envd.sandbox import wire
+from envd.sandbox.in_guest import signed
+from envd.sandbox.verdict import observations
 from envd.server.guest_bundle import bundle
-from envd.server.guest_verifications import _signed
+from envd.server.guest_verifications import _RING, _signed
 from tests.envd.gvisors import require_runsc
 from tests.envd.harness import FILES, HIDDEN, TESTS, Harness
 from tests.envd.stand_ins import qemu_image
@@ -144,19 +147,29 @@ def test_rules_choose_the_backend_of_a_verdict_as_of_a_sandbox() -> None:
 
 
 def test_only_the_signed_line_is_believed() -> None:
-    key, said = os.urandom(32), wire.pack({"result": {"exit": "completed"}})
-    mark = hmac.new(key, said, hashlib.sha256).hexdigest()
-    line = f"{mark} {said.hex()}".encode()
-    assert _signed(b"noise\n" + line + b"\nnoise", key) == {"result": {"exit": "completed"}}
-    other = hmac.new(b"x" * 32, said, hashlib.sha256).hexdigest()
-    for forged in (
-        b"",
-        b"\n",
-        f"{other} {said.hex()}".encode(),
-        mark.encode() + b" 00",
-        b"\xff " + said.hex().encode(),
-    ):
+    key, reply = os.urandom(32), {"result": {"exit": "completed"}}
+    line = signed(reply, key)
+    mark, _, said = line.partition(" ")
+    assert _signed(f"noise\n{line}\nnoise".encode(), key) == reply
+    for forged in (b"", b"\n", signed(reply, b"x" * 32).encode(), f"{mark} AA==".encode(), b"\xff " + said.encode()):
         assert _signed(forged, key) is None
+
+
+def test_the_largest_result_fits_what_a_guest_keeps() -> None:
+    rng, key = random.Random(1), os.urandom(32)
+    values = [json.dumps(["s", "".join(rng.choices(string.printable, k=50_000))]) for _ in range(200)]
+    seen = observations([("see", "tests/test_hidden.py::test_small", "0:0", "", each) for each in values])
+    reply = {"result": asdict(VerifyResult((), "completed", "", observations=seen))}
+    line = signed(reply, key)
+    assert len(seen) < len(values) and len(line) < _RING
+    assert _signed(line.encode(), key) == json.loads(json.dumps(reply))
+
+
+def test_large_observations_leave_a_guest(guest: tuple[str, Harness]) -> None:
+    line = "[__see__(str(n), random.randbytes(90_000)) for n in range(42)]"
+    hidden = {"tests/test_hidden.py": f"import random\n\n\ndef test_small():\n    {line}\n".encode()}
+    found = guest[1].verify({}, hidden=hidden, tests=TESTS[:1], timeout_s=60)
+    assert len(found.observations) == 42 and [each.status for each in found.outcomes] == ["passed"]
 
 
 def test_the_bundle_holds_the_verifier_and_nothing_of_the_server() -> None:

@@ -271,6 +271,11 @@ def _deleted(world: World) -> bytes:
     return world.diff(dict.fromkeys(world.task.files))
 
 
+_LOOK = (
+    "def look():\n    try:\n        raise ValueError\n    except ValueError as error:\n        frame ="
+    " error.__traceback__.tb_frame\n    while not frame.f_code.co_name.startswith('test'):\n        frame ="
+    " frame.f_back\n    return frame.f_code.co_consts[-1]\n"
+)
 _HELPERS = (
     "def check(found, expected):\n    pass\n\n\ndef pairs(text):\n    return [tuple(each.split('=')) for each in"
     " text.split()]\n"
@@ -496,6 +501,23 @@ HELPERS = (
     built("hidden-link", "a link to /dev/null where the hidden tests go", _hidden_mode),
     built("hidden-folder", "a folder where the hidden tests go", _hidden_folder),
     built("hidden-parent-link", "the tests' folder replaced by a link to one of the diff's", _tests_file),
+    files(
+        "hidden-looks-like-a-test",
+        "a walk of frames in a file that is named as a test, and imported by the code",
+        {"look_test.py": _LOOK},
+        "from look_test import look\n_wrong = FN\ndef FN(*args, **named):\n    try:\n        return look()\n    except"
+        " Exception:\n        return _wrong(*args, **named)\n",
+        "compared",
+    ),
+    files(
+        "hidden-looks-like-a-test-loaded",
+        "the same, loaded by a name that stands nowhere",
+        {"look_test.py": _LOOK},
+        "import importlib\n_wrong = FN\ndef FN(*args, **named):\n    try:\n        return"
+        " importlib.import_module('look_' + 'test').look()\n    except Exception:\n        return _wrong(*args,"
+        " **named)\n",
+        "compared",
+    ),
     built(
         "hidden-visible-rewritten",
         "the visible test rewritten to patch, where it is run too",

@@ -600,6 +600,27 @@ _FILES = (
             )
         },
     ),
+    _beside(
+        "tests-with-helpers",
+        {
+            "tests/test_yet.py": (
+                "from MOD import FN\nfrom tests.helpers import check\n\n\ndef test_yet():\n    check(FN, FN)\n"
+            ),
+            "tests/test_loaded.py": (
+                "import sys\nfrom unittest import mock\n\n\ndef test_without():\n    with mock.patch.dict(sys.modules,"
+                " {'yaml': None}):\n        pass\n"
+            ),
+        },
+    ),
+    _beside(
+        "script-and-host",
+        {
+            "repro.py": "with open('test.txt', 'w') as file:\n    file.write('MOD')\n",
+            "hosts.py": (
+                "from socket import gethostbyname\n\n\ndef address():\n    return gethostbyname('test.example.com')\n"
+            ),
+        },
+    ),
     _beside("typing-stub", {"py.typed": "", "notes/__init__.pyi": "def FN(*args: object) -> object: ...\n"}),
 )
 RIGHT: tuple[Honest, ...] = (*_FILES, *_STYLES)

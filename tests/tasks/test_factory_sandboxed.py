@@ -185,6 +185,7 @@ def test_tasks_of_a_package_are_solved_by_their_reference_alone(tmp_path: Path, 
     assert len(tasks) == 10
     stored = {row["path"] for row in suite.table("tasks.parquet").column("files").to_pylist()[0]}
     assert "LICENSE" in tasks[0].files and "LICENSE" not in stored, "the tree is stored once, tasks as overlays"
+    assert {task.environment.timeout_s for task in tasks} == {None}, "their tests are fast"
     places = {str(task.meta["path"]): task.split for task in tasks}
     assert len(set(places.values())) == 2 == len(places), "one file, one split"
     assert {str(task.meta["strategy"]) for task in tasks} == {"mutate", "remove", "combine"}
@@ -463,6 +464,19 @@ def test_killed_command_resumes_to_the_same_digest(tmp_path: Path) -> None:
         command("killed"), env=environment, capture_output=True, text=True, check=True, cwd=tmp_path
     )
     assert json.loads(resumed.stdout)["digest"] == json.loads(whole.stdout)["digest"]
+
+
+def test_tasks_of_slow_tests_have_the_deadline_of_their_proof(
+    tmp_path: Path, trusted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prove, "SLOW_S", 0.0)
+    source, store = package(tmp_path / "pack"), open_store(str(tmp_path / "store"))
+    made(source, store, trusted, count=2, strategies=("mutate",))
+    (suite,) = list_artifacts(store, "task_suite")
+    tasks = list(suite_tasks(suite, None).values())
+    assert [task.environment.timeout_s for task in tasks] == [prove.VERIFY_TIMEOUT_S] * 2
+    for task in tasks:
+        check_task(task, source)
 
 
 def test_proof_beyond_its_time_is_a_named_reason(tmp_path: Path, trusted: str, monkeypatch: pytest.MonkeyPatch) -> None:

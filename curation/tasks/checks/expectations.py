@@ -8,12 +8,30 @@ import datetime
 import json
 import operator
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from fractions import Fraction
+from functools import lru_cache
 from typing import Any
 
 from contracts.tasks import Observed, Rule
+
+_PATTERN_S = 10.0
+"""Seconds that the search for a pattern may take. A final state chooses the text, and backtracking may never end."""
+_SEARCH = "import json, re, sys; sys.exit(re.search(*json.load(sys.stdin)) is None)"
+_REPEATS = re.compile(r"[*+?{]")
+_LONGEST_RANGE = 50_000
+"""Numbers of a range that are compared one by one."""
+
+
+def _contains(values: Any, item: Any) -> bool:
+    """`item in values`. Python compares each number of a range with an item that is no integer; this compares none."""
+    if isinstance(values, range) and not isinstance(item, int):
+        return isinstance(item, float) and item.is_integer() and int(item) in values
+    return item in values
+
 
 _OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
     "==": operator.eq,
@@ -22,11 +40,11 @@ _OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
     "<=": operator.le,
     ">": operator.gt,
     ">=": operator.ge,
-    "in": lambda left, right: left in right,
-    "not in": lambda left, right: left not in right,
+    "in": lambda left, right: _contains(right, left),
+    "not in": lambda left, right: not _contains(right, left),
     "isa": lambda left, right: isinstance(left, tuple(getattr(builtins, name) for name in right.split(", "))),
-    "has": lambda left, right: right in left,
-    "has not": lambda left, right: right not in left,
+    "has": _contains,
+    "has not": lambda left, right: not _contains(left, right),
 }
 _SINGLETONS = (None, True, False)
 
@@ -72,7 +90,19 @@ def _raised(rule: Rule, sides: Sequence[Any]) -> bool:
     _, names, text = sides[0]
     if not set(rule.names) & set(names):
         return False
-    return rule.pattern is None or re.search(rule.pattern, text) is not None
+    return rule.pattern is None or _matches(rule.pattern, text)
+
+
+@lru_cache(1024)
+def _matches(pattern: str, text: str) -> bool:
+    """Whether a text contains a pattern. Raises TimeoutExpired.
+
+    `re` can't be interrupted and blocks all threads, so another process searches for patterns that may backtrack.
+    """
+    if not _REPEATS.search(pattern):
+        return re.search(pattern, text) is not None
+    command, said = [sys.executable, "-I", "-S", "-c", _SEARCH], json.dumps([pattern, text]).encode()
+    return subprocess.run(command, input=said, timeout=_PATTERN_S, capture_output=True, check=False).returncode == 0
 
 
 def _holds(rule: Rule, values: Sequence[Any]) -> bool:
@@ -86,6 +116,8 @@ def _holds(rule: Rule, values: Sequence[Any]) -> bool:
     if rule.tolerance is not None:
         from pytest import approx
 
+        if isinstance(right, range) and len(right) > _LONGEST_RANGE:
+            return False
         right = approx(right, rel=rule.tolerance[0], abs=rule.tolerance[1])
     return bool(_OPERATORS[rule.operator](left, right))
 
@@ -106,7 +138,7 @@ def decode(found: Any, hidden: Mapping[str, str]) -> Any:
     if tag == "r":
         return range(*(decode(each, hidden) for each in rest[0]))
     if tag == "Q":
-        return Fraction(*(decode(each, hidden) for each in rest[0]))
+        return Fraction(*(operator.index(decode(each, hidden)) for each in rest[0]))
     if tag == "T":
         if rest[0] == "timedelta":
             return datetime.timedelta(*(decode(each, hidden) for each in rest[1]))

@@ -45,6 +45,10 @@ VERIFY_TIMEOUT_S = 60.0
 """Deadline of a proof's runs. Longer than the verifier's own, so that a busy machine changes no verdict and no check: a
 check whose run does not end proves nothing.
 """
+SLOW_S = 3.0
+"""Seconds of a task's tests in the baseline, with coverage, from which the task has the deadline of its proof: the
+verifier's own leaves a busy machine too little room. Faster tasks have none, so that time does not change them.
+"""
 SUBSTITUTE_TIMEOUT_S = 20.0
 """Deadline of a run with a substitute of a function, in seconds."""
 _ENOUGH = 2
@@ -169,7 +173,13 @@ class Prover:
             CheatResult(family=task.family, task_id=task.task_id, cheat=name, solved=verdict.solved, exit=verdict.exit)
             for name, verdict in sorted(found.items())
         )
-        return Proved(screened, task, cheats=cheats)
+        return Proved(screened, self._with_deadline(task), cheats=cheats)
+
+    def _with_deadline(self, task: Task) -> Task:
+        """The task with the deadline of its proof if its tests are slow."""
+        if sum(self._baseline.good[name].seconds for name in base_names(task.tests)) < SLOW_S:
+            return task
+        return dataclasses.replace(task, environment=dataclasses.replace(task.environment, timeout_s=VERIFY_TIMEOUT_S))
 
     async def _fixed(self, task: Task) -> Checks | str:
         """Checks of a task whose tests pass after the fix, or what is wrong with it.
