@@ -132,6 +132,11 @@ def _trtllm(spec: TrtllmConfig, directory: Path, version: str) -> TrtllmEngine:
 
 def _replica(spec: ReplicaConfig, directory: Path, version: str) -> Opener:
     """Opens one engine of several."""
+    if isinstance(spec, VllmConfig) and not spec.is_fleet:
+        from inference.engines.policies import PolicyDirectory
+        from inference.engines.vllm import VllmEngine
+
+        return lambda publish: VllmEngine(spec, PolicyDirectory(directory, version), waits=False)
     if not isinstance(spec, BuiltinConfig):
         return lambda publish: open_engine(spec, directory, version)
     from inference.engines.builtin import open_builtin

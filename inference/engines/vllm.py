@@ -79,8 +79,8 @@ class VllmEngine:
         place: Placer = _place_here,
         waits: bool = True,
     ) -> None:
-        """preparer: shared by several engines. waits: whether a call to an external server that failed waits until the
-        server is well again, before its error is raised.
+        """preparer: shared by several engines. waits: whether a call that failed waits until the server is well again,
+        or another one is started, before its error is raised.
         """
         self._config, self._files, self._version = config, files, files.version
         self._preparer, self._place, self._waits = preparer or Preparer(config), place, waits
@@ -322,22 +322,23 @@ class VllmEngine:
 
     @asynccontextmanager
     async def _recovering(self, client: JsonClient) -> AsyncGenerator[None]:
-        """Raise the errors of a call, after a fault of the server once that is replaced."""
+        """Raise the errors of a call, after a fault of the server once that is replaced, unless nobody `waits`."""
         try:
             yield
         except (EngineUnreachable, EngineStopped):
-            if self._waits:
-                await self._recovered(client)
+            if self._waits or self._config.base_url is None:
+                recovery = self._begin_recovery(client)
+                if self._waits:
+                    await asyncio.shield(recovery)  # canceling the call does not cancel the replacement
+            else:
+                self.doubt()
             raise
 
-    async def _recovered(self, client: JsonClient) -> None:
-        """Wait until the server of `client` is replaced, if it is dead.
-
-        Canceling the wait does not cancel the replacement.
-        """
+    def _begin_recovery(self, client: JsonClient) -> asyncio.Task[None]:
+        """Replace the server of `client` in the background, if it is dead."""
         if self._recovery is None or self._recovery.done():
             self._recovery = asyncio.create_task(self._recover(client))
-        await asyncio.shield(self._recovery)
+        return self._recovery
 
     async def _recover(self, client: JsonClient) -> None:
         async with self._lock:

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from inference.engines import Completion, SamplingParams, open_engine
+from inference.engines import BuiltinConfig, Completion, RoutedConfig, SamplingParams, open_engine
 from inference.engines.builtin import BuiltinEngine
 from inference.engines.http import JsonClient
 from inference.engines.seeds import mixed_seed
@@ -185,6 +185,20 @@ async def test_a_dead_server_costs_the_calls_in_flight_and_is_replaced_a_bounded
             await engine.generate([1, 2], PARAMS)
     with pytest.raises(EngineStopped, match=r"vLLM died 2 times, see engine\.max_restarts"):
         await engine.generate([1, 2], PARAMS)
+    await engine.close()
+
+
+async def test_a_call_of_a_dead_replica_is_repeated_at_another_one_at_once(
+    keeper: VllmKeeper, policies: Policies
+) -> None:
+    await managed(keeper, policies).version()
+    replicas = (fake_config(base_url=keeper.address, startup_timeout_s=900), BuiltinConfig(threads=1))
+    engine = open_engine(RoutedConfig(kind="routed", replicas=replicas), policies[0], FIRST)
+    assert await engine.version() == FIRST
+    tell(keeper, die=True)
+    async with asyncio.timeout(120):
+        while len(engine.serving()) == 2:
+            assert (await engine.generate([1, 2], PARAMS)).spans == [(FIRST, 0, 8)]
     await engine.close()
 
 
