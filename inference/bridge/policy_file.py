@@ -13,10 +13,13 @@ from pathlib import Path
 
 from contracts.errors import ConfigError, TriplaneError, describe
 from inference.engines.base import Engine
+from inference.errors import EngineStopped, EngineUnreachable
 from inference.server.policies import find_policy
 
 LOOK_S = 0.2
 """Time between two looks at the file, in seconds."""
+RETRY_S = 5.0
+"""Seconds after which a policy is loaded again that a server could not load because it did not answer or had failed."""
 _log = logging.getLogger(__name__)
 
 
@@ -55,6 +58,10 @@ class PolicyFile:
                 directory, version = await asyncio.to_thread(self.read)
                 if version != await engine.version():
                     await engine.load_weights(directory, version)
+            except (EngineUnreachable, EngineStopped) as error:
+                _log.error("the served policy stays, trying again in %g s: %s", RETRY_S, error)
+                seen = None
+                await asyncio.sleep(RETRY_S)
             except TriplaneError as error:
                 _log.error("the served policy stays: %s", error)
             except Exception:  # noqa: BLE001 (whatever a damaged checkpoint raises must not end the bridge)
