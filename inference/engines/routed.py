@@ -148,8 +148,13 @@ class RoutedEngine:
     async def load_weights(self, directory: Path, version: str) -> None:
         """See Engine.load_weights. Replicas that can't are left out; raises an error with each fault if none can."""
         async with self._lock:
+            former = self._directory, self._version
             self._directory, self._version, self._started = directory, version, False
-            await self._start()
+            try:
+                await self._start()
+            except BaseException:
+                self._directory, self._version = former
+                raise
 
     async def version(self) -> str:
         """See Engine.version. Brings the replicas to the version first."""

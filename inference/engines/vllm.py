@@ -198,8 +198,13 @@ class VllmEngine:
     async def load(self, files: PolicyFiles) -> None:
         """Like `load_weights`, for files that are wherever `files` says."""
         async with self._lock:
+            former = self._files
             self._files, self._version, self._ready = files, files.version, False
-            await self._attach()
+            try:
+                await self._attach()
+            except BaseException:
+                self._files, self._version = former, former.version
+                raise
 
     def doubt(self) -> None:
         """Prove the server's weights again before its next use."""

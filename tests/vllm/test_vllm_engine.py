@@ -312,6 +312,8 @@ async def test_a_prefix_cache_that_was_not_reset_ends_the_update(keeper: VllmKee
     tell(keeper, held=True)
     with pytest.raises(EngineError, match="did not reset its prefix cache"):
         await engine.load_weights(policies[1], SECOND)
+    tell(keeper)
+    assert await engine.version() == FIRST and (await engine.generate([1, 2], PARAMS)).spans == [(FIRST, 0, 8)]
     await engine.close()
 
 
