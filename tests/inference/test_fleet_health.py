@@ -28,6 +28,7 @@ from inference.fleet.face import FleetFace
 from inference.fleet.fleet import Fleet
 from inference.fleet.health import Health, ejected
 from inference.fleet.pools import Pools, Wanted
+from inference.fleet.probe import Found
 from inference.fleet.registry import Drain, Joined, LocalRegistry
 from inference.fleet.update import Rollout, roll
 from inference.router import Namespace, Router
@@ -227,6 +228,31 @@ async def test_a_drain_keeps_sessions_until_its_deadline_and_takes_no_new_ones()
         await found.registry.drain(home, None)
         await found.fleet.sync()
         assert home in found.chosen()
+
+
+async def test_a_look_at_the_registry_that_waits_for_a_probe_undoes_no_later_drain(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with world(2) as found:
+        home, probing, answers = found.servers[0].url, asyncio.Event(), asyncio.Event()
+        await found.registry.drain(home, Drain(token="d", sessions_s=60))
+        await found.fleet.sync()
+
+        async def probe(client: httpx.AsyncClient, url: str) -> Found:
+            probing.set()
+            await answers.wait()
+            return Found(None, version="v1")
+
+        monkeypatch.setattr(module, "probe", probe)
+        await found.registry.drain(home, None)
+        ended = asyncio.create_task(found.fleet.sync())
+        await probing.wait()
+        await found.registry.drain(home, Drain(token="e", sessions_s=60))
+        begun = asyncio.create_task(found.fleet.sync())
+        await asyncio.wait([begun], timeout=0.1)
+        answers.set()
+        await asyncio.gather(ended, begun)
+        assert home not in found.chosen()
 
 
 async def test_pinned_requests_reach_replicas_of_their_version_only() -> None:
