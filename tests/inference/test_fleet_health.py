@@ -332,6 +332,32 @@ async def test_an_update_loads_into_replicas_that_an_interrupted_one_left_unprov
         assert f"{left.url} drains" in said and f"{well.url} drains: the last one of v1" in said
 
 
+@pytest.mark.parametrize("loading", [True, False])
+async def test_a_drain_of_somebody_else_outlives_an_update(loading: bool) -> None:
+    """loading: of the replica that is being loaded, and not of the next one."""
+    async with world(2) as found, FleetClient("http://router") as client:
+        face = Starlette(routes=FleetFace(found.fleet).routes())
+        client._http = httpx.AsyncClient(transport=httpx.ASGITransport(face))
+        loaded, said = list[str](), list[str]()
+
+        async def load(url: str) -> None:
+            loaded.append(url)
+            (server,) = (each for each in found.servers if each.url == url)
+            (other,) = (each.url for each in found.servers if each.url != url)
+            server.version = "v2"
+            await client.drain(url if loading else other, 60)
+            await found.fleet.check()
+
+        await roll(client, "v2", load, Rollout(sessions_s=0), said.append)
+        drained = {row["url"] for row in (await client.state())["replicas"] if row["state"] == "draining"}
+        if loading:
+            assert len(loaded) == 2 and drained == set(loaded)
+        else:
+            assert len(loaded) == 1 and drained == {each.url for each in found.servers} - set(loaded)
+            assert {f"{url} is draining: left as it is" for url in drained} <= set(said)
+        assert found.chosen() == set(loaded) - drained
+
+
 async def test_idle_sessions_end_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     async with world(1) as found:
         monkeypatch.setattr(module, "SESSIONS", 3)
