@@ -296,7 +296,7 @@ def test_two_routers_share_leases_and_drains_and_outlive_redis(policies: tuple[P
             until(lambda face=face: [row["state"] for row in state(face).values()] == ["serving"] * 2)
         load = Load(two, "talk", 2)
         until(lambda: any(row["requests"] for row in state(one).values()))
-        said = fleet("drain", urls[0], "--deadline", "1", "--wait", "--router", one.url)
+        said = fleet("drain", f"{urls[0].upper()}/", "--deadline", "1", "--wait", "--router", one.url)
         assert said == f"{urls[0]} drains: nothing is left, stop it.\n"
         assert all(state(face)[urls[0]]["state"] == "draining" for face in (one, two))
         before = len(load.replies)

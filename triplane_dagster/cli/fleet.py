@@ -100,6 +100,12 @@ def drain(
         raise ConfigError("--undo ends the drain: give it without --wait")
 
     from inference.fleet.client import row_of
+    from inference.fleet.registry import check_url
+
+    try:
+        replica = check_url(replica)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
     async def drained(client: FleetClient) -> dict[str, Any]:
         if undo:
