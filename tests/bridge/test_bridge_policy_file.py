@@ -120,6 +120,51 @@ async def test_policy_is_loaded_once_its_server_answers_again(tmp_path: Path, mo
     await engine.close()
 
 
+class Asked(DelegatingEngine):
+    """An engine that tells when its version was first asked for."""
+
+    def __init__(self, inner: BuiltinEngine) -> None:
+        super().__init__(inner)
+        self.asked = asyncio.Event()
+
+    async def version(self) -> str:
+        self.asked.set()
+        return await super().version()
+
+
+@pytest.mark.anyio
+async def test_other_weights_in_a_folder_of_the_same_name_are_another_version(tmp_path: Path) -> None:
+    first, second = (write_checkpoint(tmp_path / name / "checkpoint", seed) for name, seed in (("a", 1), ("b", 2)))
+    file = tmp_path / "policy"
+    name_policy(file, f"{first}\n")
+    policies = PolicyFile(file, None)
+    engine = Asked(BuiltinEngine(*policies.read(), threads=1))
+    following = asyncio.create_task(policies.follow(engine))
+    await engine.asked.wait()
+    versions = ["checkpoint"]
+
+    async def publish(policy: Path) -> str:
+        name_policy(file, f"{policy}\n")
+        async with asyncio.timeout(30):
+            while (version := await engine.version()) == versions[-1]:
+                await asyncio.sleep(0.01)
+        completion = await engine.generate(PROMPT, SamplingParams(1.0, 8, 7))
+        assert completion.token_ids == await sampled(policy, PROMPT)
+        versions.append(version)
+        return version
+
+    assert (await publish(second)).startswith("checkpoint-")
+    assert await publish(first) == "checkpoint"
+    write_checkpoint(first, 3)
+    assert (await publish(first)).startswith("checkpoint-") and len(set(versions)) == 3
+    name_policy(file, f"{second}\nv2\n")
+    async with asyncio.timeout(30):
+        while await engine.version() != "v2":
+            await asyncio.sleep(0.01)
+    following.cancel()
+    await engine.close()
+
+
 @pytest.mark.parametrize(("text", "words"), [(None, "can't be read"), ("\n", "is empty"), ("\udcff", "not UTF-8")])
 def test_file_that_names_no_policy_is_one_line(text: str | None, words: str, tmp_path: Path) -> None:
     file = tmp_path / "policy"
