@@ -333,6 +333,8 @@ def test_the_command_lists_and_refuses_by_name(policies: tuple[Path, Path], tmp_
         ):
             done = CliRunner().invoke(app, ["fleet", *arguments, "--router", face.url])
             assert done.exit_code == 1 and said in " ".join(done.output.split()), done.output
+        same = write_checkpoint(tmp_path / "first", 1)
+        assert "1 serve first already: rename" in fleet("update", "--policy", str(same), "--router", face.url)
         assert state(face)[url]["state"] == "serving", "the refused update ended its drain"
         done = CliRunner().invoke(app, ["fleet", "list", "--router", down])
         assert done.exit_code == 1 and f"the router {down} can't be reached" in " ".join(done.output.split())

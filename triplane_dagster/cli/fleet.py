@@ -164,7 +164,8 @@ def update(
     from inference.fleet.update import Loader, Rollout, roll
     from triplane_dagster.cli.serve import asked_policy
 
-    if Path(policy).is_dir():
+    is_folder = Path(policy).is_dir()
+    if is_folder:
         files = PolicyDirectory(Path(policy).resolve(), Path(policy).resolve().name)
     else:
         checkpoint = asked_policy(open_store(), experiment, policy)
@@ -176,6 +177,9 @@ def update(
             console().print(f"{time.monotonic() - began:6.1f} s  {line}", soft_wrap=True)
 
     async def rolled(client: FleetClient) -> dict[str, Any]:
+        known = sum(row["version"] == files.version for row in (await client.state())["replicas"])
+        if is_folder and known:
+            say(f"{known} serve {files.version} already: rename the folder if it has other weights than they")
         loader = Loader(files, weights_port)
         await roll(client, files.version, loader.load, Rollout(at_once, deadline), say)
         return await client.state()
