@@ -53,6 +53,8 @@ from inference.grammar.replay import with_supports
 
 _REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 _GENERATE = "/inference/v1/generate"
+RETRY_S = 5.0
+"""Seconds between two checks whether an external server that has failed is back."""
 Placer = Callable[[PolicyFiles, bool], Awaitable[Path]]
 """Puts the files of a policy where the server reads them, and returns that folder. The flag: as float32 weights."""
 _log = logging.getLogger(__name__)
@@ -96,6 +98,8 @@ class VllmEngine:
         self._recovery: asyncio.Task[None] | None = None
         self._restarts = 0
         self._failure: EngineError | None = None
+        """Raised by every call; of an external server until that is back."""
+        self._retry_at = 0.0
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
         """See Engine.generate.
@@ -247,12 +251,22 @@ class VllmEngine:
     async def _attached(self) -> JsonClient:
         """Client of a server that is proven to serve the policy."""
         async with self._lock:
-            if self._failure is not None:
+            if self._failure is not None and not await self._is_back():
                 raise self._failure
             if not self._ready:
                 await self._attach()
             assert self._client is not None
             return self._client
+
+    async def _is_back(self) -> bool:
+        """Whether an external server that has failed passes its health check again."""
+        if self._config.base_url is None or self._client is None or time.monotonic() < self._retry_at:
+            return False
+        if not await self._client.is_healthy("/health", HEALTH_S):
+            self._retry_at = time.monotonic() + RETRY_S
+            return False
+        self._failure, self._ready = None, False
+        return True
 
     async def _attach(self) -> None:
         """Make a server serve the policy: the running one, or a new one if there is none or it can't load the
@@ -298,6 +312,7 @@ class VllmEngine:
     async def _welcome(self, client: JsonClient) -> None:
         models = await client.call("GET", "/v1/models")
         self._context, self._ready = int(models["data"][0]["max_model_len"]), True
+        self._retry_at = 0.0
         self._proven.add(self._version)
 
     async def _connect(self, address: str) -> JsonClient:
