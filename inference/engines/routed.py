@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing
@@ -31,8 +32,10 @@ from inference.router.shared import shared_by
 from inference.router.subscriber import Subscriptions, require_packages
 
 T = TypeVar("T")
-Opener = Callable[[Callable[[Batch], None]], Engine]
-"""Opens the engine of a replica. The engine may call the function with events of its prefix cache, from any thread."""
+Opener = Callable[[Path, str, Callable[[Batch], None]], Engine]
+"""Opens the engine of a replica for the checkpoint in a directory, with this version. The engine may call the function
+with events of its prefix cache, from any thread.
+"""
 PAUSE_S, LONGEST_S = 2.0, 60.0
 """Seconds for which a replica is left out after its first fault, and at most."""
 LATE_S = 60.0
@@ -57,6 +60,7 @@ class Member:
 class _Replica:
     def __init__(self, member: Member, engine: Engine) -> None:
         self.name, self.events, self.engine = member.name, member.events, engine
+        self._open, self._opening = member.open, threading.Lock()
         self.room = engine.room if isinstance(engine, BuiltinEngine) else math.inf
         """Tokens that its prefix cache holds; infinite: unknown."""
         self.fault: TriplaneError | None = None
@@ -74,6 +78,17 @@ class _Replica:
     def is_due(self) -> bool:
         """Whether it is time to bring it to the policy again, after it was left out."""
         return self.fault is not None and not self.is_joining and self._due <= time.monotonic()
+
+    @property
+    def has_stopped(self) -> bool:
+        """Whether it is an engine of this process that has failed for good."""
+        return isinstance(self.engine, BuiltinEngine) and self.engine.stopped
+
+    def reopen(self, directory: Path, version: str, publish: Callable[[Batch], None]) -> None:
+        """Open its engine again if it has stopped. Blocks; the lock is for a call whose task was canceled."""
+        with self._opening:
+            if self.has_stopped:
+                self.engine = self._open(directory, version, publish)
 
     def leave_out(self, fault: TriplaneError) -> None:
         self._failures += 1
@@ -119,7 +134,7 @@ class RoutedEngine:
         self._started = self._closed = False
         self._replicas: dict[str, _Replica] = {}
         for each in replicas:
-            self._replicas[each.name] = _Replica(each, each.open(self._listener(each.name)))
+            self._replicas[each.name] = _Replica(each, each.open(directory, version, self._listener(each.name)))
         ours = self._router, self._replicas, self._chosen
         self._streams = Streams(*ours, _pieces, self._lost, self.hedging)
         self._events = Subscriptions(self._router, None)
@@ -263,6 +278,8 @@ class RoutedEngine:
         """Make a replica serve the version, or leave it out. Returns whether it serves."""
         directory, version = self._directory, self._version
         try:
+            if replica.has_stopped:
+                await asyncio.to_thread(replica.reopen, directory, version, self._listener(replica.name))
             if await replica.engine.version() != version:
                 await replica.engine.load_weights(directory, version)
         except TriplaneError as error:

@@ -85,7 +85,11 @@ async def test_turns_stay_and_siblings_meet(policies: tuple[Path, Path]) -> None
     await engine.close()
 
 
-async def test_a_stopped_replica_is_left_out_and_its_calls_are_repeated(policies: tuple[Path, Path]) -> None:
+async def test_a_stopped_replica_is_left_out_and_its_calls_are_repeated(
+    policies: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routed, "PAUSE_S", 600.0)
+    monkeypatch.setattr(routed, "LONGEST_S", 600.0)
     engine, alone = opened(policies[0]), BuiltinEngine(policies[0], "v1", threads=1)
     assert await engine.version() == "v1"
     await engine._replicas["replica 1"].engine.close()
@@ -99,6 +103,23 @@ async def test_a_stopped_replica_is_left_out_and_its_calls_are_repeated(policies
     assert engine.serving() == []
     with pytest.raises(EngineStopped, match=r"none of 3 replicas serves policy v1: replica 0: .*; replica 1: "):
         await engine.generate([1], SamplingParams(1.0, 2, 1))
+    await engine.close()
+    await alone.close()
+
+
+async def test_stopped_replicas_are_opened_again_with_the_current_policy(
+    policies: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routed, "PAUSE_S", 0.0)
+    engine, alone = opened(policies[0], 2), BuiltinEngine(policies[1], "v2", threads=1)
+    await engine.load_weights(policies[1], "v2")
+    for each in engine._replicas.values():
+        await each.engine.close()
+    found = await asyncio.gather(*(play(engine, each) for each in range(8)))
+    assert found == [await play(alone, each) for each in range(8)]
+    async with asyncio.timeout(30):
+        while len(engine.serving()) < 2:
+            await play(engine, 1)
     await engine.close()
     await alone.close()
 
@@ -135,7 +156,7 @@ class Flawed(DelegatingEngine):
 
 def flawed(directory: Path, count: int = 2) -> tuple[list[Flawed], RoutedEngine]:
     engines = [Flawed(directory) for _ in range(count)]
-    members = [Member(f"replica {place}", lambda _, each=each: each) for place, each in enumerate(engines)]  # type: ignore[misc]
+    members = [Member(f"replica {place}", lambda *_, each=each: each) for place, each in enumerate(engines)]  # type: ignore[misc]
     return engines, RoutedEngine(members, directory, "v1")
 
 
