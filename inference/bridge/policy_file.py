@@ -7,16 +7,20 @@ machine writes the file anew and renames it, and sees in `Info` when the policy 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 from dataclasses import dataclass
 from pathlib import Path
 
 from contracts.errors import ConfigError, TriplaneError, describe
 from inference.engines.base import Engine
+from inference.errors import EngineStopped, EngineUnreachable
 from inference.server.policies import find_policy
 
 LOOK_S = 0.2
 """Time between two looks at the file, in seconds."""
+RETRY_S = 5.0
+"""Seconds after which a policy is loaded again that a server could not load because it did not answer or had failed."""
 _log = logging.getLogger(__name__)
 
 
@@ -30,6 +34,11 @@ class PolicyFile:
 
     def read(self) -> tuple[Path, str]:
         """Directory and version of the policy. Raises TriplaneError."""
+        directory, version, _ = self._named()
+        return directory, version
+
+    def _named(self) -> tuple[Path, str, bool]:
+        """Directory and version of the policy, and whether the version is only the folder's name."""
         try:
             lines = [line.strip() for line in self.path.read_text(encoding="utf-8").splitlines()]
         except (OSError, ValueError) as error:
@@ -38,13 +47,15 @@ class PolicyFile:
         if not lines or not lines[0]:
             raise ConfigError(f"--policy-file {self.path} is empty: write a checkpoint directory in its first line")
         directory, version = find_policy(lines[0], self.store)
-        return directory, (lines[1] if len(lines) > 1 else "") or version
+        given = lines[1] if len(lines) > 1 else ""
+        return directory, given or version, not given and Path(lines[0]).is_dir()
 
     async def follow(self, engine: Engine) -> None:
         """Load every policy that the file names from now on, until cancelled. One that can't be loaded is logged, and
-        the current one stays.
+        the current one stays. Other weights in a folder of the same name get a version of their own.
         """
         seen = None  # the file may have changed since the engine was opened
+        weights: dict[str, str] = {}  # by version
         while True:
             stamp = self._stamp()
             if stamp is None or stamp == seen:
@@ -52,9 +63,19 @@ class PolicyFile:
                 continue
             seen = stamp
             try:
-                directory, version = await asyncio.to_thread(self.read)
+                directory, version, is_name = await asyncio.to_thread(self._named)
+                found = await asyncio.to_thread(_fingerprint, directory)
+                if is_name and weights.get(version, found) != found:
+                    version = f"{version}-{found}"
                 if version != await engine.version():
                     await engine.load_weights(directory, version)
+                    weights[version] = found
+                elif weights.setdefault(version, found) != found:
+                    _log.warning("%s: %s is served already, other weights need another version", self.path, version)
+            except (EngineUnreachable, EngineStopped) as error:
+                _log.error("the served policy stays, trying again in %g s: %s", RETRY_S, error)
+                seen = None
+                await asyncio.sleep(RETRY_S)
             except TriplaneError as error:
                 _log.error("the served policy stays: %s", error)
             except Exception:  # noqa: BLE001 (whatever a damaged checkpoint raises must not end the bridge)
@@ -66,3 +87,10 @@ class PolicyFile:
         except OSError:
             return None
         return found.st_mtime_ns, found.st_ino, found.st_size
+
+
+def _fingerprint(directory: Path) -> str:
+    """Eight hex digits that differ for other weights: those of another folder, or written since."""
+    files = [directory / "config.json", *sorted(directory.rglob("*.safetensors"))]
+    stats = [(str(each.resolve()), each.stat().st_size, each.stat().st_mtime_ns) for each in files if each.is_file()]
+    return hashlib.sha256(repr((str(directory.resolve()), stats)).encode()).hexdigest()[:8]

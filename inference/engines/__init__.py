@@ -111,7 +111,7 @@ def open_engine(spec: EngineConfig, directory: Path, version: str, keeper: VllmK
         from inference.engines.routed import Member, RoutedEngine
 
         members = [
-            Member(f"replica {place}", _replica(each, directory, version), each.events, server)
+            Member(f"replica {place}", _replica(each), each.events, server)
             for place, (each, server) in enumerate(zip(spec.replicas, spec.servers, strict=True))
         ]
         return RoutedEngine(members, directory, version, spec.hedging_delay_s, spec.redis_env)
@@ -130,10 +130,15 @@ def _trtllm(spec: TrtllmConfig, directory: Path, version: str) -> TrtllmEngine:
     return TrtllmEngine(spec, PolicyDirectory(directory, version))
 
 
-def _replica(spec: ReplicaConfig, directory: Path, version: str) -> Opener:
+def _replica(spec: ReplicaConfig) -> Opener:
     """Opens one engine of several."""
+    if isinstance(spec, VllmConfig) and not spec.is_fleet:
+        from inference.engines.policies import PolicyDirectory
+        from inference.engines.vllm import VllmEngine
+
+        return lambda directory, version, _: VllmEngine(spec, PolicyDirectory(directory, version), waits=False)
     if not isinstance(spec, BuiltinConfig):
-        return lambda publish: open_engine(spec, directory, version)
+        return lambda directory, version, _: open_engine(spec, directory, version)
     from inference.engines.builtin import open_builtin
 
-    return lambda publish: open_builtin(spec, directory, version, publish)
+    return lambda directory, version, publish: open_builtin(spec, directory, version, publish)

@@ -132,7 +132,7 @@ class Engine(Protocol):
 
     async def load_weights(self, directory: Path, version: str) -> None:
         """Serve the checkpoint in `directory` from now on. Requests in flight continue; their later tokens have
-        `version`.
+        `version`. If that fails, the former policy is served again, which may have to be loaded first.
         """
 
     async def version(self) -> str:

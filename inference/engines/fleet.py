@@ -88,11 +88,13 @@ class FleetEngine:
     async def load_weights(self, directory: Path, version: str) -> None:
         """See Engine.load_weights. Servers that can't are left out; raises EngineError if none can."""
         async with self._lock:
-            self._files = PolicyDirectory(directory, version)
-            if self._started:
-                await self._update()
-            else:
-                await self._start()
+            former, self._files = self._files, PolicyDirectory(directory, version)
+            try:
+                await (self._update() if self._started else self._start())
+            except BaseException:
+                self._files = former
+                self._doubt()
+                raise
 
     async def version(self) -> str:
         """See Engine.version. Updates the servers first; at least one serves the version that is returned."""
@@ -205,6 +207,15 @@ class FleetEngine:
         if not self.serving():
             raise self._nobody()
         _log.info("%d of %d servers serve policy %s", len(self.serving()), len(replicas), files.version[:12])
+
+    def _doubt(self) -> None:
+        """Serve nothing until the servers are updated, in the background."""
+        self._router.serve(Namespace(self._files.version))
+        for each in self._replicas.values():
+            each.serves = False
+            each.forgive()
+        self._follow()
+        self._rejoin()
 
     async def _found(self) -> None:
         """Resolve the addresses. Waits for a server behind a name to reply, whose pod may have just been created."""

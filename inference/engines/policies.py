@@ -50,7 +50,7 @@ class PolicyFiles(Protocol):
         """Reference to the artifact in the store; None for a folder that is in no store."""
 
     def config(self) -> dict[str, Any]:
-        """Content of config.json."""
+        """Content of config.json. Raises EngineError."""
 
     def directory(self) -> Path:
         """Local folder with all files."""
@@ -87,7 +87,10 @@ class PolicyDirectory:
 
     def config(self) -> dict[str, Any]:
         """See PolicyFiles.config."""
-        found: dict[str, Any] = json.loads((self.folder / CONFIG).read_bytes())
+        try:
+            found: dict[str, Any] = json.loads((self.folder / CONFIG).read_bytes())
+        except (OSError, ValueError) as error:
+            raise EngineError(f"{self.folder / CONFIG} can't be read: {error}") from error
         return found
 
     def directory(self) -> Path:

@@ -132,9 +132,14 @@ class SglangEngine(StreamsWhole):
     async def load_weights(self, directory: Path, version: str) -> None:
         """See Engine.load_weights. New requests wait; those in flight end with the old weights, or with "abort"."""
         async with self._lock:
+            former = self._files
             self._files, self._version = PolicyDirectory(directory, version), version
             self._ready = False
-            await self._attach()
+            try:
+                await self._attach()
+            except BaseException:
+                self._files, self._version = former, former.version
+                raise
 
     async def version(self) -> str:
         """See Engine.version. Attaches first, so that it returns the requested version or raises."""

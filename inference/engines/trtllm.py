@@ -96,8 +96,13 @@ class TrtllmEngine(StreamsWhole):
     async def load_weights(self, directory: Path, version: str) -> None:
         """See Engine.load_weights. New requests wait; those in flight finish on the old policy's server."""
         async with self._lock:
+            former = self._files
             self._files, self._version = PolicyDirectory(directory, version), version
-            await self._attach()
+            try:
+                await self._attach()
+            except BaseException:
+                self._files, self._version = former, former.version
+                raise
 
     async def version(self) -> str:
         """See Engine.version. Attaches first, so that it returns the requested version or raises."""

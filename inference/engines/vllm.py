@@ -53,6 +53,8 @@ from inference.grammar.replay import with_supports
 
 _REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 _GENERATE = "/inference/v1/generate"
+RETRY_S = 5.0
+"""Seconds between two checks whether an external server that has failed is back."""
 Placer = Callable[[PolicyFiles, bool], Awaitable[Path]]
 """Puts the files of a policy where the server reads them, and returns that folder. The flag: as float32 weights."""
 _log = logging.getLogger(__name__)
@@ -79,8 +81,8 @@ class VllmEngine:
         place: Placer = _place_here,
         waits: bool = True,
     ) -> None:
-        """preparer: shared by several engines. waits: whether a call to an external server that failed waits until the
-        server is well again, before its error is raised.
+        """preparer: shared by several engines. waits: whether a call that failed waits until the server is well again,
+        or another one is started, before its error is raised.
         """
         self._config, self._files, self._version = config, files, files.version
         self._preparer, self._place, self._waits = preparer or Preparer(config), place, waits
@@ -96,6 +98,8 @@ class VllmEngine:
         self._recovery: asyncio.Task[None] | None = None
         self._restarts = 0
         self._failure: EngineError | None = None
+        """Raised by every call; of an external server until that is back."""
+        self._retry_at = 0.0
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
         """See Engine.generate.
@@ -198,8 +202,13 @@ class VllmEngine:
     async def load(self, files: PolicyFiles) -> None:
         """Like `load_weights`, for files that are wherever `files` says."""
         async with self._lock:
+            former = self._files
             self._files, self._version, self._ready = files, files.version, False
-            await self._attach()
+            try:
+                await self._attach()
+            except BaseException:
+                self._files, self._version = former, former.version
+                raise
 
     def doubt(self) -> None:
         """Prove the server's weights again before its next use."""
@@ -242,12 +251,22 @@ class VllmEngine:
     async def _attached(self) -> JsonClient:
         """Client of a server that is proven to serve the policy."""
         async with self._lock:
-            if self._failure is not None:
+            if self._failure is not None and not await self._is_back():
                 raise self._failure
             if not self._ready:
                 await self._attach()
             assert self._client is not None
             return self._client
+
+    async def _is_back(self) -> bool:
+        """Whether an external server that has failed passes its health check again."""
+        if self._config.base_url is None or self._client is None or time.monotonic() < self._retry_at:
+            return False
+        if not await self._client.is_healthy("/health", HEALTH_S):
+            self._retry_at = time.monotonic() + RETRY_S
+            return False
+        self._failure, self._ready = None, False
+        return True
 
     async def _attach(self) -> None:
         """Make a server serve the policy: the running one, or a new one if there is none or it can't load the
@@ -293,6 +312,7 @@ class VllmEngine:
     async def _welcome(self, client: JsonClient) -> None:
         models = await client.call("GET", "/v1/models")
         self._context, self._ready = int(models["data"][0]["max_model_len"]), True
+        self._retry_at = 0.0
         self._proven.add(self._version)
 
     async def _connect(self, address: str) -> JsonClient:
@@ -322,22 +342,23 @@ class VllmEngine:
 
     @asynccontextmanager
     async def _recovering(self, client: JsonClient) -> AsyncGenerator[None]:
-        """Raise the errors of a call, after a fault of the server once that is replaced."""
+        """Raise the errors of a call, after a fault of the server once that is replaced, unless nobody `waits`."""
         try:
             yield
         except (EngineUnreachable, EngineStopped):
-            if self._waits:
-                await self._recovered(client)
+            if self._waits or self._config.base_url is None:
+                recovery = self._begin_recovery(client)
+                if self._waits:
+                    await asyncio.shield(recovery)  # canceling the call does not cancel the replacement
+            else:
+                self.doubt()
             raise
 
-    async def _recovered(self, client: JsonClient) -> None:
-        """Wait until the server of `client` is replaced, if it is dead.
-
-        Canceling the wait does not cancel the replacement.
-        """
+    def _begin_recovery(self, client: JsonClient) -> asyncio.Task[None]:
+        """Replace the server of `client` in the background, if it is dead."""
         if self._recovery is None or self._recovery.done():
             self._recovery = asyncio.create_task(self._recover(client))
-        await asyncio.shield(self._recovery)
+        return self._recovery
 
     async def _recover(self, client: JsonClient) -> None:
         async with self._lock:

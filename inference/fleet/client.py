@@ -69,15 +69,21 @@ class FleetClient:
         await self._call("POST", "/fleet/leave", {"url": url, "started": started})
 
     async def drain(
-        self, url: str, sessions_s: float, *, hold_s: float | None = None, token: str | None = None
+        self,
+        url: str,
+        sessions_s: float,
+        *,
+        hold_s: float | None = None,
+        token: str | None = None,
+        replaces: str | None = None,
     ) -> dict[str, Any]:
-        """Begin or renew a drain. Returns the state."""
-        body = {"url": url, "sessions_s": sessions_s, "hold_s": hold_s, "token": token}
+        """Begin or renew a drain. replaces: see Registry.drain. Returns the state."""
+        body = {"url": url, "sessions_s": sessions_s, "hold_s": hold_s, "token": token, "replaces": replaces}
         return await self._call("POST", "/fleet/drain", body)
 
-    async def undrain(self, url: str) -> dict[str, Any]:
-        """End a drain. Returns the state."""
-        return await self._call("POST", "/fleet/drain", {"url": url, "undo": True})
+    async def undrain(self, url: str, replaces: str | None = None) -> dict[str, Any]:
+        """End a drain. replaces: see Registry.drain. Returns the state."""
+        return await self._call("POST", "/fleet/drain", {"url": url, "undo": True, "replaces": replaces})
 
     async def end(self, session: str) -> None:
         """A session comes back no more."""

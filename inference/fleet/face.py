@@ -3,7 +3,7 @@
     GET    /fleet                                              state of replicas, leases, drains and pins
     POST   /fleet/join   {url, version, capacity, started, lease_s}     begin or renew a lease
     POST   /fleet/leave  {url, started}
-    POST   /fleet/drain  {url, sessions_s, hold_s} or {url, undo: true}
+    POST   /fleet/drain  {url, sessions_s, hold_s, token, replaces} or {url, undo: true, replaces}
     DELETE /fleet/sessions/NAME                                a session comes back no more
 
 All but the first and the last ask for a key of the router's key file; without that file, for a client on this machine.
@@ -55,7 +55,9 @@ class DrainRequest(BaseModel):
     hold_s: float | None = Field(default=None, gt=0, le=86400)
     """Seconds until the drain ends by itself; None: it stays until it is undone."""
     token: str | None = Field(default=None, max_length=64)
-    """That of a drain to renew, whose `sessions_s` is given again; None: a new one."""
+    """Name of the drain; that of one to renew, whose `sessions_s` is given again. None: a new one."""
+    replaces: str | None = Field(default=None, max_length=64)
+    """See Registry.drain. The reply tells what drain the replica has then."""
     undo: bool = False
     """Whether to end the drain."""
 
@@ -100,7 +102,7 @@ class FleetFace:
             known = ", ".join(self._fleet.replicas) or "none"
             raise FleetError(f"the fleet has no replica {body.url}: name one of {known}")
         drain = Drain(token=body.token or uuid.uuid4().hex, sessions_s=body.sessions_s, hold_s=body.hold_s)
-        await self._fleet.registry.drain(body.url, None if body.undo else drain)
+        await self._fleet.registry.drain(body.url, None if body.undo else drain, body.replaces)
         await self._fleet.sync()
 
     def _checked(

@@ -103,6 +103,7 @@ class Fleet:
         self._sessions: OrderedDict[str, _Session] = OrderedDict()
         self._refused: deque[float] = deque()
         self._snapshot = Snapshot()
+        self._syncing = asyncio.Lock()
         self._away = False
         self.tell: Callable[[Event], None] = events.log
         """Called with each change."""
@@ -146,6 +147,10 @@ class Fleet:
 
     async def sync(self) -> None:
         """Look at the registry. While it can't be reached, everything stays as it was last seen, leases included."""
+        async with self._syncing:  # else one that has waited for a probe would undo what a later one has seen
+            await self._sync()
+
+    async def _sync(self) -> None:
         try:
             found = await self.registry.sync(self.name, self.view())
         except FleetError as error:

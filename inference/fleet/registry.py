@@ -105,8 +105,12 @@ class Registry(Protocol):
     async def leave(self, url: str, started: float) -> None:
         """End the lease of the process that started then; ignored if another one has it."""
 
-    async def drain(self, url: str, drain: Drain | None) -> None:
-        """Begin, renew or (None) end a drain."""
+    async def drain(self, url: str, drain: Drain | None, replaces: str | None = None) -> None:
+        """Begin, renew or (None) end a drain.
+
+        replaces: token of the only drain that may be replaced or ended: while there is another one, nothing changes.
+        None: any.
+        """
 
     async def sync(self, router: str, view: View) -> Snapshot:
         """Publish the view of a router, and return the state."""
@@ -146,8 +150,11 @@ class LocalRegistry:
         if url in self._joined and self._joined[url][0].started == started:
             del self._joined[url]
 
-    async def drain(self, url: str, drain: Drain | None) -> None:
+    async def drain(self, url: str, drain: Drain | None, replaces: str | None = None) -> None:
         """See Registry.drain."""
+        before = self._held().get(url)
+        if replaces is not None and before is not None and before.token != replaces:
+            return
         if drain is None:
             self._drains.pop(url, None)
         else:
@@ -155,15 +162,18 @@ class LocalRegistry:
 
     async def sync(self, router: str, view: View) -> Snapshot:
         """See Registry.sync."""
-        now = self._clock()
-        drains: dict[str, Drain] = {}
-        for url, (drain, began) in self._drains.items():
-            if drain.hold_s is None or now < began + drain.hold_s:
-                drains[url] = drain.model_copy(update={"sessions_s": max(0.0, drain.sessions_s - now + began)})
-        return Snapshot(self._live(), drains)
+        return Snapshot(self._live(), self._held())
 
     async def close(self) -> None:
         """See Registry.close."""
+
+    def _held(self) -> dict[str, Drain]:
+        now = self._clock()
+        return {
+            url: drain.model_copy(update={"sessions_s": max(0.0, drain.sessions_s - now + began)})
+            for url, (drain, began) in self._drains.items()
+            if drain.hold_s is None or now < began + drain.hold_s
+        }
 
     def _live(self) -> dict[str, Joined]:
         now = self._clock()

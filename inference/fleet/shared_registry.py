@@ -39,10 +39,24 @@ return 1
 _DROP = """
 local index = KEYS[1] .. ':' .. ARGV[1]
 local key = index .. ':' .. ARGV[2]
-local before = ARGV[3] ~= '' and redis.call('GET', key)
+local before = redis.call('GET', key)
 if before and cjson.decode(before).started ~= tonumber(ARGV[3]) then return 0 end
 redis.call('DEL', key)
 redis.call('SREM', index, ARGV[2])
+return 1
+"""
+_DRAIN = """
+local index = KEYS[1] .. ':drains'
+local key = index .. ':' .. ARGV[1]
+local before = ARGV[4] ~= '*' and redis.call('GET', key)
+if before and cjson.decode(before).token ~= ARGV[4] then return 0 end
+if ARGV[2] == '' then
+  redis.call('DEL', key)
+  redis.call('SREM', index, ARGV[1])
+else
+  redis.call('SET', key, ARGV[2], 'PX', ARGV[3])
+  redis.call('SADD', index, ARGV[1])
+end
 return 1
 """
 _READ = """
@@ -91,14 +105,14 @@ class SharedRegistry:
         """See Registry.leave."""
         await self._run(_DROP, "joined", url, repr(started))
 
-    async def drain(self, url: str, drain: Drain | None) -> None:
+    async def drain(self, url: str, drain: Drain | None, replaces: str | None = None) -> None:
         """See Registry.drain."""
-        if drain is None:
-            await self._run(_DROP, "drains", url, "")
-            return
-        (now, micros), _ = await self._run(_READ)
-        content = {**drain.model_dump(), "began": int(now) + int(micros) / 1e6}
-        await self._put("drains", url, content, drain.hold_s or _FOREVER_S)
+        content, seconds = "", 0.0
+        if drain is not None:
+            (now, micros), _ = await self._run(_READ)
+            content = json.dumps({**drain.model_dump(), "began": int(now) + int(micros) / 1e6})
+            seconds = drain.hold_s or _FOREVER_S
+        await self._run(_DRAIN, url, content, _milliseconds(seconds), "*" if replaces is None else replaces)
 
     async def sync(self, router: str, view: View) -> Snapshot:
         """See Registry.sync."""
@@ -127,13 +141,17 @@ class SharedRegistry:
         self, kind: str, name: str, content: dict[str, Any], seconds: float, started: float | None = None
     ) -> bool:
         first = "" if started is None else repr(started)
-        return bool(await self._run(_PUT, kind, name, json.dumps(content), str(max(1, int(seconds * 1000))), first))
+        return bool(await self._run(_PUT, kind, name, json.dumps(content), _milliseconds(seconds), first))
 
     async def _run(self, script: str, *arguments: str) -> Any:
         try:
             return await self._redis.eval(script, 1, self._root, *arguments)
         except self._errors as error:
             raise FleetError(f"the registry in Redis can't be reached ({error}): retry when it is back") from error
+
+
+def _milliseconds(seconds: float) -> str:
+    return str(max(1, int(seconds * 1000)))
 
 
 def _left(content: dict[str, Any], now: float) -> Drain:

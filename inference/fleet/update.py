@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -54,7 +55,7 @@ Load = Callable[[str], Awaitable[None]]
 
 async def roll(client: FleetClient, version: str, load: Load, rollout: Rollout, say: Callable[[str], None]) -> None:
     """Update every replica that serves another version, or none because an earlier update did not end; those that drain
-    or are away stay as they are.
+    when it is their turn, or are away, stay as they are.
 
     say: told of each step. Raises FleetError after the first replica that can't be updated; the others keep their
     version, and those being updated are finished before.
@@ -91,18 +92,33 @@ class _Hold:
         return max(0.0, self._until - time.monotonic())
 
     async def begin(self, sessions_s: float) -> None:
-        """Drain, or drain anew: routers tell which of the two they have seen."""
-        self._until = time.monotonic() + sessions_s
-        self._token = row_of(await self._client.drain(self._url, sessions_s, hold_s=HOLD_S), self._url)["drain"]
+        """Drain, or drain anew: routers tell which of the two they have seen. Raises _DrainedByOthers."""
+        self._until, token = time.monotonic() + sessions_s, uuid.uuid4().hex
+        state = await self._client.drain(self._url, sessions_s, hold_s=HOLD_S, token=token, replaces=self._token)
+        self._token = token
+        self.check(row_of(state, self._url))
+
+    def check(self, row: Row) -> None:
+        """Raise _DrainedByOthers if the replica of this row has another drain than this one."""
+        if row["drain"] not in (self._token, None):
+            raise _DrainedByOthers
+
+    async def end(self) -> None:
+        """End the drain. One of somebody else stays."""
+        await self._client.undrain(self._url, replaces=self._token)
 
     async def renewed(self) -> None:
         """Renew until cancelled."""
         while True:
             await asyncio.sleep(HOLD_S / 3)
             try:
-                await self._client.drain(self._url, self.left(), hold_s=HOLD_S, token=self._token)
+                await self._client.drain(self._url, self.left(), hold_s=HOLD_S, token=self._token, replaces=self._token)
             except FleetError as error:
                 _log.warning("%s; trying again before the drain lapses", error)
+
+
+class _DrainedByOthers(Exception):
+    """Somebody else drains a replica: it is left as it is."""
 
 
 class _Roll:
@@ -123,12 +139,14 @@ class _Roll:
                     await self._load(url)
                     await self._until(url, lambda row: row["version"] == self._version and row["fault"] is None)
                 self._say(f"{url} serves {self._version[:12]}")
+            except _DrainedByOthers:
+                self._say(f"{url} is draining: left as it is")
             except TriplaneError as error:
                 self.faults.append(f"{url} can't be updated: {error}")
 
     @asynccontextmanager
     async def _drained(self, url: str) -> AsyncIterator[None]:
-        """Keep a replica without requests."""
+        """Keep a replica without requests. Raises _DrainedByOthers."""
         async with self._turn:  # so that two don't both leave the last replica of a version to the other
             state = await self._client.state()
             row = row_of(state, url)
@@ -143,23 +161,24 @@ class _Roll:
             if last:
                 await self._unpinned(row["version"], hold)
                 await hold.begin(0.0)
-            await self._idle(url)
+            await self._idle(url, hold)
             yield
         finally:
             holding.cancel()
             await asyncio.gather(holding, return_exceptions=True)
-            await self._client.undrain(url)
+            await hold.end()
 
     async def _unpinned(self, version: str, hold: _Hold) -> None:
         """Wait until no open session is pinned to a version, or the sessions' time is over."""
         while hold.left() and (await self._client.state())["pinned"].get(version):
             await asyncio.sleep(POLL_S)
 
-    async def _idle(self, url: str) -> None:
-        """Wait until all routers know of the drain and no request is in flight."""
+    async def _idle(self, url: str, hold: _Hold) -> None:
+        """Wait until all routers know of the drain and no request is in flight. Raises _DrainedByOthers."""
         until = time.monotonic() + self._rollout.requests_s
         while True:
             row = row_of(await self._client.state(), url)
+            hold.check(row)
             if row["drain_seen"] and not row["requests"]:
                 return
             if time.monotonic() > until:

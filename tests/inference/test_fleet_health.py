@@ -28,6 +28,7 @@ from inference.fleet.face import FleetFace
 from inference.fleet.fleet import Fleet
 from inference.fleet.health import Health, ejected
 from inference.fleet.pools import Pools, Wanted
+from inference.fleet.probe import Found
 from inference.fleet.registry import Drain, Joined, LocalRegistry
 from inference.fleet.update import Rollout, roll
 from inference.router import Namespace, Router
@@ -229,6 +230,31 @@ async def test_a_drain_keeps_sessions_until_its_deadline_and_takes_no_new_ones()
         assert home in found.chosen()
 
 
+async def test_a_look_at_the_registry_that_waits_for_a_probe_undoes_no_later_drain(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with world(2) as found:
+        home, probing, answers = found.servers[0].url, asyncio.Event(), asyncio.Event()
+        await found.registry.drain(home, Drain(token="d", sessions_s=60))
+        await found.fleet.sync()
+
+        async def probe(client: httpx.AsyncClient, url: str) -> Found:
+            probing.set()
+            await answers.wait()
+            return Found(None, version="v1")
+
+        monkeypatch.setattr(module, "probe", probe)
+        await found.registry.drain(home, None)
+        ended = asyncio.create_task(found.fleet.sync())
+        await probing.wait()
+        await found.registry.drain(home, Drain(token="e", sessions_s=60))
+        begun = asyncio.create_task(found.fleet.sync())
+        await asyncio.wait([begun], timeout=0.1)
+        answers.set()
+        await asyncio.gather(ended, begun)
+        assert home not in found.chosen()
+
+
 async def test_pinned_requests_reach_replicas_of_their_version_only() -> None:
     async with world(3) as found:
         found.servers[0].version = "v2"
@@ -304,6 +330,32 @@ async def test_an_update_loads_into_replicas_that_an_interrupted_one_left_unprov
         assert set(loaded) == {left.url, well.url} and found.chosen() == set(loaded)
         assert f"{other.url} is draining: left as it is" in said, "another update may load it"
         assert f"{left.url} drains" in said and f"{well.url} drains: the last one of v1" in said
+
+
+@pytest.mark.parametrize("loading", [True, False])
+async def test_a_drain_of_somebody_else_outlives_an_update(loading: bool) -> None:
+    """loading: of the replica that is being loaded, and not of the next one."""
+    async with world(2) as found, FleetClient("http://router") as client:
+        face = Starlette(routes=FleetFace(found.fleet).routes())
+        client._http = httpx.AsyncClient(transport=httpx.ASGITransport(face))
+        loaded, said = list[str](), list[str]()
+
+        async def load(url: str) -> None:
+            loaded.append(url)
+            (server,) = (each for each in found.servers if each.url == url)
+            (other,) = (each.url for each in found.servers if each.url != url)
+            server.version = "v2"
+            await client.drain(url if loading else other, 60)
+            await found.fleet.check()
+
+        await roll(client, "v2", load, Rollout(sessions_s=0), said.append)
+        drained = {row["url"] for row in (await client.state())["replicas"] if row["state"] == "draining"}
+        if loading:
+            assert len(loaded) == 2 and drained == set(loaded)
+        else:
+            assert len(loaded) == 1 and drained == {each.url for each in found.servers} - set(loaded)
+            assert {f"{url} is draining: left as it is" for url in drained} <= set(said)
+        assert found.chosen() == set(loaded) - drained
 
 
 async def test_idle_sessions_end_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,6 +83,25 @@ async def test_a_drain_counts_down_and_ends_when_it_is_not_held(registry: Regist
     assert (await registry.sync("me", View())).drains == {}
 
 
+async def test_a_drain_that_replaces_one_drain_leaves_others_as_they_are(registry: Registry) -> None:
+    async def token() -> str | None:
+        found = (await registry.sync("me", View())).drains.get(A)
+        return None if found is None else found.token
+
+    await registry.drain(A, Drain(token="one", sessions_s=9, hold_s=30), replaces="")
+    assert await token() == "one", "there was none"
+    await registry.drain(A, Drain(token="two", sessions_s=9, hold_s=30), replaces="")
+    assert await token() == "one"
+    await registry.drain(A, Drain(token="two", sessions_s=9, hold_s=30), replaces="one")
+    assert await token() == "two"
+    await registry.drain(A, Drain(token="operator's", sessions_s=9))
+    await registry.drain(A, Drain(token="two", sessions_s=9, hold_s=30), replaces="two")
+    await registry.drain(A, None, replaces="two")
+    assert await token() == "operator's"
+    await registry.drain(A, None)
+    assert await token() is None
+
+
 async def test_routers_see_each_other_through_redis_and_survive_its_end(tmp_path: Path) -> None:
     require("redis-server")
     server = Server(tmp_path)

@@ -296,7 +296,7 @@ def test_two_routers_share_leases_and_drains_and_outlive_redis(policies: tuple[P
             until(lambda face=face: [row["state"] for row in state(face).values()] == ["serving"] * 2)
         load = Load(two, "talk", 2)
         until(lambda: any(row["requests"] for row in state(one).values()))
-        said = fleet("drain", urls[0], "--deadline", "1", "--wait", "--router", one.url)
+        said = fleet("drain", f"{urls[0].upper()}/", "--deadline", "1", "--wait", "--router", one.url)
         assert said == f"{urls[0]} drains: nothing is left, stop it.\n"
         assert all(state(face)[urls[0]]["state"] == "draining" for face in (one, two))
         before = len(load.replies)
@@ -333,6 +333,8 @@ def test_the_command_lists_and_refuses_by_name(policies: tuple[Path, Path], tmp_
         ):
             done = CliRunner().invoke(app, ["fleet", *arguments, "--router", face.url])
             assert done.exit_code == 1 and said in " ".join(done.output.split()), done.output
+        same = write_checkpoint(tmp_path / "first", 1)
+        assert "1 serve first already: rename" in fleet("update", "--policy", str(same), "--router", face.url)
         assert state(face)[url]["state"] == "serving", "the refused update ended its drain"
         done = CliRunner().invoke(app, ["fleet", "list", "--router", down])
         assert done.exit_code == 1 and f"the router {down} can't be reached" in " ".join(done.output.split())

@@ -63,7 +63,7 @@ def opened(
     """An engine, its replicas, and those that have begun a stream, in order."""
     begun: list[Replica] = []
     made = [Replica(directory, begun) for _ in range(replicas)]
-    members = [Member(str(place), lambda _, each=each: each) for place, each in enumerate(made)]  # type: ignore[misc]
+    members = [Member(str(place), lambda *_, each=each: each) for place, each in enumerate(made)]  # type: ignore[misc]
     return RoutedEngine(members, directory, "v1", delay_s), made, begun
 
 
@@ -222,7 +222,7 @@ class Timed(StreamsWhole):
 async def test_hedging_prefers_no_length_of_answers(policy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lengths are 1 or 9, each with probability 1/2: so their mean is 5, with a standard error of 0.25."""
     monkeypatch.setattr(hedging, "SHARE", 1.0)
-    members = [Member(str(seed), lambda _, seed=seed: Timed(seed, 0.02)) for seed in range(2)]  # type: ignore[misc]
+    members = [Member(str(seed), lambda *_, seed=seed: Timed(seed, 0.02)) for seed in range(2)]  # type: ignore[misc]
     engine = RoutedEngine(members, policy, "v1", 0.02)
     turns = [engine.generate([seed], SamplingParams(1.0, 9, seed)) for seed in range(256)]
     lengths = [len(each.token_ids) for each in await asyncio.gather(*turns)]

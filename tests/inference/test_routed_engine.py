@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from inference.engines import BuiltinConfig, OpenAIConfig, RoutedConfig, SamplingParams, open_engine, routed
+from inference.engines import BuiltinConfig, Completion, OpenAIConfig, RoutedConfig, SamplingParams, open_engine, routed
 from inference.engines.builtin import BuiltinEngine
-from inference.engines.routed import RoutedEngine
+from inference.engines.delegating import DelegatingEngine
+from inference.engines.routed import Member, RoutedEngine
 from inference.errors import EngineStopped, EngineUnreachable
 from inference.router.publisher import EventPublisher
 from inference.router.router import Decision
@@ -84,7 +85,11 @@ async def test_turns_stay_and_siblings_meet(policies: tuple[Path, Path]) -> None
     await engine.close()
 
 
-async def test_a_stopped_replica_is_left_out_and_its_calls_are_repeated(policies: tuple[Path, Path]) -> None:
+async def test_a_stopped_replica_is_left_out_and_its_calls_are_repeated(
+    policies: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routed, "PAUSE_S", 600.0)
+    monkeypatch.setattr(routed, "LONGEST_S", 600.0)
     engine, alone = opened(policies[0]), BuiltinEngine(policies[0], "v1", threads=1)
     assert await engine.version() == "v1"
     await engine._replicas["replica 1"].engine.close()
@@ -100,6 +105,159 @@ async def test_a_stopped_replica_is_left_out_and_its_calls_are_repeated(policies
         await engine.generate([1], SamplingParams(1.0, 2, 1))
     await engine.close()
     await alone.close()
+
+
+async def test_stopped_replicas_are_opened_again_with_the_current_policy(
+    policies: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routed, "PAUSE_S", 0.0)
+    engine, alone = opened(policies[0], 2), BuiltinEngine(policies[1], "v2", threads=1)
+    await engine.load_weights(policies[1], "v2")
+    for each in engine._replicas.values():
+        await each.engine.close()
+    found = await asyncio.gather(*(play(engine, each) for each in range(8)))
+    assert found == [await play(alone, each) for each in range(8)]
+    async with asyncio.timeout(30):
+        while len(engine.serving()) < 2:
+            await play(engine, 1)
+    await engine.close()
+    await alone.close()
+
+
+class Flawed(DelegatingEngine):
+    """A replica with faults on demand, over a built-in engine."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(BuiltinEngine(directory, "v1", threads=1))
+        self.answers, self.replies, self.loads_at_once = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        for each in (self.answers, self.replies, self.loads_at_once):
+            each.set()
+        self.faults = self.in_flight = self.loads = 0
+        self.restarted = False
+
+    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
+        if self.faults:
+            self.faults -= 1
+            raise EngineUnreachable("a connection was reset")
+        self.in_flight += 1
+        await self.answers.wait()
+        return await super().generate(prompt_ids, params)
+
+    async def load_weights(self, directory: Path, version: str) -> None:
+        self.loads += 1
+        await self.loads_at_once.wait()
+        await super().load_weights(directory, version)
+        self.restarted = False
+
+    async def version(self) -> str:
+        await self.replies.wait()
+        return "older" if self.restarted else await super().version()
+
+
+def flawed(directory: Path, count: int = 2) -> tuple[list[Flawed], RoutedEngine]:
+    engines = [Flawed(directory) for _ in range(count)]
+    members = [Member(f"replica {place}", lambda *_, each=each: each) for place, each in enumerate(engines)]  # type: ignore[misc]
+    return engines, RoutedEngine(members, directory, "v1")
+
+
+async def until_all_serve(engine: RoutedEngine, count: int = 2) -> None:
+    async with asyncio.timeout(30):
+        while len(engine.serving()) < count:
+            try:
+                await engine.generate([3], SamplingParams(1.0, 1, 3))
+            except EngineUnreachable:
+                await asyncio.sleep(0.01)
+
+
+async def test_a_replica_comes_back_although_calls_that_it_had_succeed(
+    policies: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routed, "PAUSE_S", 0.2)
+    monkeypatch.setattr(routed, "LONGEST_S", 0.2)
+    replicas, engine = flawed(policies[0])
+    assert await engine.version() == "v1"
+    for each in replicas:
+        each.answers.clear()
+    good = [asyncio.create_task(engine.generate([2, each], SamplingParams(1.0, 1, each))) for each in range(12)]
+    while sum(each.in_flight for each in replicas) < 12:
+        await asyncio.sleep(0)
+    for each in replicas:
+        each.faults = 1
+    with pytest.raises(EngineUnreachable):
+        await engine.generate([1], SamplingParams(1.0, 1, 99))
+    assert engine.serving() == []
+    for each in replicas:
+        each.answers.set()
+    assert len(await asyncio.gather(*good)) == 12
+    await until_all_serve(engine)
+    await engine.close()
+
+
+async def test_calls_do_not_wait_for_a_replica_that_is_brought_back(
+    policies: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routed, "PAUSE_S", 0.0)
+    (broken, _), engine = flawed(policies[0])
+    assert await engine.version() == "v1"
+    broken.faults, broken.restarted = 1, True
+    broken.replies.clear()
+    async with asyncio.timeout(30):
+        for each in range(40):
+            await engine.generate([each], SamplingParams(1.0, 1, each))
+    assert engine.serving() == ["replica 1"]
+    broken.loads_at_once.clear()
+    broken.replies.set()
+    async with asyncio.timeout(30):
+        while not broken.loads:
+            await engine.generate([3], SamplingParams(1.0, 1, 3))
+        await asyncio.gather(*(engine.generate([each], SamplingParams(1.0, 1, each)) for each in range(40)))
+    broken.loads_at_once.set()
+    await until_all_serve(engine)
+    assert broken.loads == 1
+    await engine.close()
+
+
+async def test_calls_wait_for_a_replica_while_none_serves(
+    policies: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routed, "PAUSE_S", 0.0)
+    (only,), engine = flawed(policies[0], 1)
+    assert await engine.version() == "v1"
+    only.faults = 1
+    only.replies.clear()
+    call = asyncio.create_task(engine.generate([1], SamplingParams(1.0, 2, 1)))
+    while engine.serving():
+        await asyncio.sleep(0)
+    only.replies.set()
+    assert len((await call).token_ids) == 2
+    only.faults = 1
+    only.replies.clear()
+    call = asyncio.create_task(engine.generate([1], SamplingParams(1.0, 2, 1)))
+    while engine.serving():
+        await asyncio.sleep(0)
+    monkeypatch.setattr(routed, "NOBODY_S", 0.0)
+    with pytest.raises(EngineUnreachable, match="none of 1 replicas serves policy v1"):
+        await engine.generate([1], SamplingParams(1.0, 2, 1))
+    await engine.close()
+    with pytest.raises(EngineStopped):
+        await call
+
+
+async def test_an_update_goes_on_without_a_replica_that_does_not_get_there(
+    policies: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routed, "LATE_S", 0.05)
+    (slow, _), engine = flawed(policies[0])
+    assert await engine.version() == "v1"
+    slow.loads_at_once.clear()
+    async with asyncio.timeout(30):
+        await engine.load_weights(policies[1], "v2")
+        spans = [(await engine.generate([each], SamplingParams(1.0, 2, each))).spans for each in range(8)]
+    assert spans == [[("v2", 0, 2)]] * 8 and engine.serving() == ["replica 1"]
+    slow.loads_at_once.set()
+    await until_all_serve(engine)
+    assert slow.loads == 1 and await slow.version() == "v2"
+    await engine.close()
 
 
 async def test_an_update_reaches_every_replica_and_forgets_caches(policies: tuple[Path, Path]) -> None:

@@ -184,7 +184,7 @@ async def test_wrong_weights_and_unreadable_ones_are_refused_by_name(
         await engine.load_weights(folders[1], SECOND)
     assert server.version.startswith("unproven:"), "what is not proven carries no version"
     server.stale = False
-    assert (await engine.generate([1], PARAMS)).spans == [(SECOND, 0, 8)], "the next request loads it again"
+    assert (await engine.generate([1], PARAMS)).spans == [(FIRST, 0, 8)], "the next request loads the former one again"
     await engine.close()
 
     far = write_checkpoint(tmp_path / "far", 2)

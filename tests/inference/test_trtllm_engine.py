@@ -120,13 +120,17 @@ async def test_a_server_that_starts_ends_with_the_engine(folders: tuple[Path, Pa
 
 
 @pytest.mark.slow
-async def test_one_memory_for_one_server_ends_the_old_one_first(folders: tuple[Path, Path]) -> None:
+async def test_one_memory_for_one_server_ends_the_old_one_first(folders: tuple[Path, Path], tmp_path: Path) -> None:
     engine = opened(folders[0], overlap=False)
     await engine.version()
     (before,) = servers()
     await engine.load_weights(folders[1], SECOND)
     (after,) = servers()
     assert before != after and await engine.version() == SECOND
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(EngineError, match=r"config\.json can't be read"):
+        await engine.load_weights(tmp_path, "c" * 64)
+    assert (await engine.generate([1, 2], PARAMS)).spans == [(SECOND, 0, 8)] and servers() == [after]
     await engine.close()
 
 

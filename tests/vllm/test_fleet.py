@@ -147,7 +147,12 @@ async def test_no_server_is_one_error_that_names_each(servers: list[StubServer],
     with pytest.raises(WeightsDiffer) as differ:
         await engine.load_weights(policies[1], SECOND)
     assert all(each.url in str(differ.value) for each in servers) and "experts.w13" in str(differ.value)
+    for each in servers:
+        each.tell()
+    assert await play(engine, range(6)) == [FIRST] * 6 and await engine.version() == FIRST
     await engine.close()
+    for each in servers:
+        each.tell(stale=True)
     nowhere = f"http://127.0.0.1:{free_port()}"
     engine = opened(servers, policies, base_url=f"{servers[0].url},{nowhere}")
     with pytest.raises(EngineUnreachable, match=r"none of 2 server\(s\) serves policy bbb") as mixed:

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from inference.engines import Completion, SamplingParams, open_engine
+from inference.engines import BuiltinConfig, Completion, RoutedConfig, SamplingParams, open_engine, vllm
 from inference.engines.builtin import BuiltinEngine
 from inference.engines.http import JsonClient
 from inference.engines.seeds import mixed_seed
@@ -23,6 +23,7 @@ from inference.errors import EngineError, EngineStopped, EngineUnreachable, Requ
 from tests.http_client import HTTP
 from tests.ports import free_port
 from tests.vllm.conftest import fake_config
+from tests.vllm.fleet_servers import StubServer
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 FIRST, SECOND = "a" * 64, "b" * 64
@@ -188,6 +189,20 @@ async def test_a_dead_server_costs_the_calls_in_flight_and_is_replaced_a_bounded
     await engine.close()
 
 
+async def test_a_call_of_a_dead_replica_is_repeated_at_another_one_at_once(
+    keeper: VllmKeeper, policies: Policies
+) -> None:
+    await managed(keeper, policies).version()
+    replicas = (fake_config(base_url=keeper.address, startup_timeout_s=900), BuiltinConfig(threads=1))
+    engine = open_engine(RoutedConfig(kind="routed", replicas=replicas), policies[0], FIRST)
+    assert await engine.version() == FIRST
+    tell(keeper, die=True)
+    async with asyncio.timeout(120):
+        while len(engine.serving()) == 2:
+            assert (await engine.generate([1, 2], PARAMS)).spans == [(FIRST, 0, 8)]
+    await engine.close()
+
+
 async def test_what_can_not_be_attributed_is_refused(keeper: VllmKeeper, policies: Policies) -> None:
     engine = managed(keeper, policies)
     await engine.version()
@@ -298,6 +313,8 @@ async def test_a_prefix_cache_that_was_not_reset_ends_the_update(keeper: VllmKee
     tell(keeper, held=True)
     with pytest.raises(EngineError, match="did not reset its prefix cache"):
         await engine.load_weights(policies[1], SECOND)
+    tell(keeper)
+    assert await engine.version() == FIRST and (await engine.generate([1, 2], PARAMS)).spans == [(FIRST, 0, 8)]
     await engine.close()
 
 
@@ -324,6 +341,31 @@ async def test_a_server_that_can_not_start_is_one_line_with_its_last_words(polic
             await engine.version()
         assert "\n" not in str(caught.value)
         await engine.close()
+
+
+async def test_a_server_of_somebody_else_is_used_again_although_it_was_away_for_too_long(
+    policies: Policies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm, "RETRY_S", 0.0)
+    server = StubServer(policies[0])
+    server.start()
+    try:
+        server.wait()
+        engine = open_engine(fake_config(base_url=server.url, startup_timeout_s=0.5), policies[1], SECOND)
+        assert await engine.version() == SECOND
+        server.stop()
+        with pytest.raises(EngineUnreachable):
+            await engine.generate([1, 2], PARAMS)
+        with pytest.raises(EngineStopped, match="failed its health check"):
+            await engine.generate([1, 2], PARAMS)
+        server.start()
+        await asyncio.to_thread(server.wait)
+        assert (await engine.generate([1, 2], PARAMS)).spans == [(SECOND, 0, 8)]
+        await engine.close()
+        with pytest.raises(EngineStopped):
+            await engine.version()
+    finally:
+        server.stop()
 
 
 async def test_a_server_of_somebody_else_is_waited_for_and_given_the_policy_anew(policies: Policies) -> None:

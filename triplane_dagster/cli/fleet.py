@@ -100,6 +100,12 @@ def drain(
         raise ConfigError("--undo ends the drain: give it without --wait")
 
     from inference.fleet.client import row_of
+    from inference.fleet.registry import check_url
+
+    try:
+        replica = check_url(replica)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
     async def drained(client: FleetClient) -> dict[str, Any]:
         if undo:
@@ -158,7 +164,8 @@ def update(
     from inference.fleet.update import Loader, Rollout, roll
     from triplane_dagster.cli.serve import asked_policy
 
-    if Path(policy).is_dir():
+    is_folder = Path(policy).is_dir()
+    if is_folder:
         files = PolicyDirectory(Path(policy).resolve(), Path(policy).resolve().name)
     else:
         checkpoint = asked_policy(open_store(), experiment, policy)
@@ -170,6 +177,9 @@ def update(
             console().print(f"{time.monotonic() - began:6.1f} s  {line}", soft_wrap=True)
 
     async def rolled(client: FleetClient) -> dict[str, Any]:
+        known = sum(row["version"] == files.version for row in (await client.state())["replicas"])
+        if is_folder and known:
+            say(f"{known} serve {files.version} already: rename the folder if it has other weights than they")
         loader = Loader(files, weights_port)
         await roll(client, files.version, loader.load, Rollout(at_once, deadline), say)
         return await client.state()
