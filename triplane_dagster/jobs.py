@@ -1,5 +1,6 @@
 """Jobs of an experiment: its base, one iteration, and a rollback."""
 
+import math
 from typing import Any, Literal
 
 import dagster as dg
@@ -89,6 +90,12 @@ def half_jobs(experiment: Experiment) -> list[UnresolvedAssetJobDefinition]:
     ]
 
 
+def launched_unix(context: dg.OpExecutionContext) -> float:
+    """When the context's run, or the one that it repeats, was launched, in seconds since 1970."""
+    record = context.instance.get_run_record_by_id(context.run.get_root_run_id() or context.run_id)
+    return record.create_timestamp.timestamp() if record else math.inf
+
+
 class RollBackTo(dg.Config):
     """Run configuration of a rollback."""
 
@@ -96,7 +103,7 @@ class RollBackTo(dg.Config):
         default="",
         description=(
             "base, the number of a change, or the beginning of the digest of a policy that was live;"
-            " empty: the previous policy."
+            " empty: the policy before the one that is live at the launch."
         ),
     )
     reason: str = Field(description="Reason, in a few words. Recorded in the registry.")
@@ -115,7 +122,7 @@ def rollback_job(experiment: Experiment) -> dg.JobDefinition:
     def roll_back_op(context: dg.OpExecutionContext, config: RollBackTo, store: StoreResource) -> None:
         opened, request = store.open(), context.run.get_root_run_id() or context.run_id
         try:
-            done = roll_back_once(opened, experiment, config.to or None, config.reason, request)
+            done = roll_back_once(opened, experiment, config.to or None, config.reason, request, launched_unix(context))
         except AlreadyLive as error:
             context.log.info(f"{error}; {servers_line(bring_live(opened, experiment))}")
             return

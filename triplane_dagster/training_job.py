@@ -1,6 +1,5 @@
 """Job `NAME_train`: ask for iterations, which the sensor `NAME_sequence` then runs one by one."""
 
-import math
 import time
 
 import dagster as dg
@@ -11,7 +10,7 @@ from ops.retries import bounded, step_retries
 from resources.experiment import Experiment
 from resources.store import StoreResource
 from resources.training_launcher import require_launchable
-from triplane_dagster.jobs import EXPERIMENT_TAG, REPEATED_WHOLE
+from triplane_dagster.jobs import EXPERIMENT_TAG, REPEATED_WHOLE, launched_unix
 from triplane_dagster.targets import end_target, request_target, unfinished_target
 
 NIGHT_TAG = "triplane/night"
@@ -53,11 +52,6 @@ def train_config(experiment: Experiment, training: Training) -> dg.RunConfig:
     return dg.RunConfig(ops={train_op_name(experiment): training})
 
 
-def _launched_unix(context: dg.OpExecutionContext) -> float:
-    record = context.instance.get_run_record_by_id(context.run.get_root_run_id() or context.run_id)
-    return record.create_timestamp.timestamp() if record else math.inf
-
-
 def train_job(experiment: Experiment) -> dg.JobDefinition:
     """Job that asks for iterations."""
 
@@ -72,7 +66,7 @@ def train_job(experiment: Experiment) -> dg.JobDefinition:
         opened = store.open()
         if config.iterations == 0:
             unfinished = unfinished_target(opened, experiment)
-            if unfinished is None or (unfinished.asked_unix or 0.0) > _launched_unix(context):
+            if unfinished is None or (unfinished.asked_unix or 0.0) > launched_unix(context):
                 # a repetition of a killed run, after which other iterations were asked for, leaves those alone
                 context.log.info(f"asked for later: {unfinished}" if unfinished else "nothing was under way")
                 return
@@ -89,7 +83,7 @@ def train_job(experiment: Experiment) -> dg.JobDefinition:
             reason=config.reason,
             deadline_unix=None if config.max_hours is None else time.time() + 3600 * config.max_hours,
             night=context.run.tags.get(NIGHT_TAG),
-            asked_unix=_launched_unix(context),
+            asked_unix=launched_unix(context),
             repeats=context.run.get_root_run_id() is not None,
         )
         context.log.info(f"{experiment.name}_sequence runs {target}, one at a time")
