@@ -10,7 +10,7 @@ from typing import Any
 
 import dagster as dg
 import pytest
-from pinning import commit, counting_store, decide, make_base, pin
+from pinning import commit, counting_store, decide, make_base, pin, sample
 
 from assets.naming import key_of
 from contracts.digests import digest_of
@@ -194,6 +194,29 @@ def test_no_iteration_begins_after_the_deadline(desk: Desk, monkeypatch: pytest.
     began = time.time()
     monkeypatch.setattr("triplane_dagster.sensors.time.time", lambda: began + 2 * 3600 + 60)
     assert "its time is over, 0001 and later ones were not begun" in str(desk.tick())
+    assert unfinished_target(desk.store, desk.experiment) is None
+
+
+def test_with_overlap_an_iteration_that_was_sampled_is_finished_after_the_deadline(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = desk.with_(off_policy=OffPolicyConfig(overlap=True))
+    both.train(iterations=3, max_hours=2)
+    sampling = both.tick()
+    assert isinstance(sampling, dg.RunRequest) and sampling.job_name == "tiny_sample"
+    running = both.launch(sampling, dg.DagsterRunStatus.STARTED)
+    began = time.time()
+    monkeypatch.setattr("triplane_dagster.sensors.time.time", lambda: began + 2 * 3600 + 60)
+    assert isinstance(both.tick(), str) and unfinished_target(desk.store, desk.experiment), "it waits for the run"
+    desk.instance.delete_run(running.run_id)
+    sample(desk.store, desk.experiment, "0000")
+    learning = both.tick()
+    assert isinstance(learning, dg.RunRequest), "only its second half, no further sampling"
+    assert (learning.job_name, learning.partition_key) == ("tiny_learn", "0000")
+    failed = both.launch(learning, dg.DagsterRunStatus.FAILURE)
+    assert f"its time is over, run {failed.run_id} of 0000 ended as failure" in str(both.tick()), (
+        "the next night may ask"
+    )
     assert unfinished_target(desk.store, desk.experiment) is None
 
 
