@@ -1,6 +1,6 @@
 """Job `NAME_train`: ask for iterations, which the sensor `NAME_sequence` then runs one by one."""
 
-import time
+from datetime import datetime
 
 import dagster as dg
 from pydantic import Field
@@ -15,6 +15,8 @@ from triplane_dagster.targets import end_target, request_target, unfinished_targ
 
 NIGHT_TAG = "triplane/night"
 """Date of the night whose schedule launched the run."""
+SCHEDULED_TAG = "triplane/scheduled"
+"""Time for which that night was scheduled, as ISO 8601."""
 
 
 class Training(dg.Config):
@@ -33,7 +35,13 @@ class Training(dg.Config):
     )
     reason: str = Field(default="by hand", description="Reason, in a few words. Recorded in the store.")
     max_hours: float | None = Field(
-        default=None, gt=0, le=8760, description="Begin no further iteration after this time, in hours; none: no limit."
+        default=None,
+        gt=0,
+        le=8760,
+        description=(
+            "Begin no further iteration after this time, in hours from the launch, of a night from its scheduled time;"
+            " none: no limit."
+        ),
     )
 
 
@@ -50,6 +58,12 @@ def train_op_name(experiment: Experiment) -> str:
 def train_config(experiment: Experiment, training: Training) -> dg.RunConfig:
     """Run configuration of the training job."""
     return dg.RunConfig(ops={train_op_name(experiment): training})
+
+
+def _began_unix(context: dg.OpExecutionContext) -> float:
+    """When a night was scheduled, or a run by hand launched, in seconds since 1970: both may have waited in a queue."""
+    scheduled = context.run.tags.get(SCHEDULED_TAG)
+    return datetime.fromisoformat(scheduled).timestamp() if scheduled else launched_unix(context)
 
 
 def train_job(experiment: Experiment) -> dg.JobDefinition:
@@ -81,7 +95,7 @@ def train_job(experiment: Experiment) -> dg.JobDefinition:
             request=context.run.get_root_run_id() or context.run_id,
             from_policy=config.from_policy,
             reason=config.reason,
-            deadline_unix=None if config.max_hours is None else time.time() + 3600 * config.max_hours,
+            deadline_unix=None if config.max_hours is None else _began_unix(context) + 3600 * config.max_hours,
             night=context.run.tags.get(NIGHT_TAG),
             asked_unix=launched_unix(context),
             repeats=context.run.get_root_run_id() is not None,

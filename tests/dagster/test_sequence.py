@@ -377,17 +377,35 @@ def test_a_night_asks_for_what_the_experiment_says(desk: Desk) -> None:
     schedule = nightly(planned.experiment, train_job(planned.experiment))
     assert (schedule.cron_schedule, schedule.execution_timezone) == ("30 1 * * mon-fri", "Europe/Berlin")
     request = night_request(planned.instance, planned.store, planned.experiment, NIGHT)
-    assert isinstance(request, dg.RunRequest) and request.tags == {NIGHT_TAG: "2030-01-02"}
+    assert isinstance(request, dg.RunRequest) and request.tags[NIGHT_TAG] == "2030-01-02"
     asked = request.run_config["ops"]["tiny_request"]["config"]
     assert asked == {"iterations": 4, "from_policy": "live", "reason": "night of 2030-01-02", "max_hours": 5}
     job = planned.definitions.resolve_job_def(train_job_name(planned.experiment))
-    before = time.time()
     assert job.execute_in_process(
         instance=desk.instance, run_config=dict(request.run_config), tags=dict(request.tags)
     ).success
     target = unfinished_target(desk.store, desk.experiment)
     assert target is not None and (target.count, target.night) == (4, "2030-01-02")
-    assert target.deadline_unix is not None and 5 * 3600 <= target.deadline_unix - before < 5 * 3600 + 600
+    assert target.deadline_unix == NIGHT.timestamp() + 5 * 3600
+
+
+def test_the_time_that_a_request_waits_in_a_queue_counts(desk: Desk) -> None:
+    job = desk.definitions.resolve_job_def(train_job_name(desk.experiment))
+    config = train_config(desk.experiment, Training(iterations=1, max_hours=2))
+    queued = desk.instance.create_run_for_job(job, run_config=config.to_config_dict())
+    record = desk.instance.get_run_record_by_id(queued.run_id)
+    assert record is not None
+    executed = {"dagster/root_run_id": queued.run_id, "dagster/parent_run_id": queued.run_id}
+    assert job.execute_in_process(instance=desk.instance, run_config=config, tags=executed).success
+    target = unfinished_target(desk.store, desk.experiment)
+    assert target is not None and target.deadline_unix == record.create_timestamp.timestamp() + 2 * 3600
+
+
+def test_a_night_whose_time_is_over_is_skipped(desk: Desk) -> None:
+    planned = desk.with_(schedule=ScheduleConfig(max_hours=5))
+    answer = night_request(planned.instance, planned.store, planned.experiment, datetime(2020, 1, 2, 2, tzinfo=UTC))
+    assert isinstance(answer, dg.SkipReason)
+    assert answer.skip_message == "the night of 2020-01-02T02:00:00+00:00 is over (schedule.max_hours=5)"
 
 
 def test_a_night_is_skipped_while_anything_is_under_way_and_after_a_refusal(desk: Desk) -> None:
