@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import dagster as dg
+import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from report_world import World, write_world
 
-from contracts.artifacts import Artifact
+from contracts.artifacts import Artifact, ArtifactWriter, open_artifact
 from contracts.chat import ChatTokenizer
+from contracts.digests import digest_of
 from contracts.episodes import TokenRole
 from contracts.store import open_store
 from inference.rollouts.straggler_bias import SolveRates
@@ -26,7 +28,7 @@ from ops.report.timings import earlier_speeds
 from ops.report.tokens import Vocabulary
 from ops.rollout_numbers import sampling_speed
 from resources.errors import NotMaterialized
-from resources.refs import write_ref
+from resources.refs import read_artifact, write_ref
 from tests.cli.cli_history import EXPERIMENT, byte_tokenizer
 
 
@@ -143,6 +145,39 @@ def test_a_report_is_found_again_and_chains(world: World) -> None:
     assert digests["summary.json"] and digests["report.html"] is None and digests["timings.json"] is None
     (row,) = earlier_rows(world.store, EXPERIMENT, "0001")
     assert [row] == once.json("summary.json")["rows"]
+
+
+def test_the_row_of_an_iteration_that_was_made_again_is_the_new_one(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    write_world(store)
+
+    def report(iteration: str, **changes: Any) -> None:
+        sources = find_sources(store, EXPERIMENT, iteration)
+        made = commit_report(replace(sources, artifacts=sources.artifacts | changes), rows(iteration), {})
+        write_ref(store, EXPERIMENT, "report", iteration, made.ref)
+
+    def rows(iteration: str) -> list[dict[str, Any]]:
+        return earlier_rows(store, EXPERIMENT, iteration)
+
+    report("0000")
+    report("0001")
+    before = rows("0002")
+    sources = find_sources(store, EXPERIMENT, "0000")
+    rewards = open_artifact(store, sources.artifacts["rewards"].ref)
+    table = rewards.table("rewards.parquet")
+    column = table.schema.get_field_index("reward")
+    table = table.set_column(column, table.schema.field("reward"), pa.array([0.125] * len(table), pa.float32()))
+    with ArtifactWriter(store, "rewards", digest_of("regraded"), parents={}, config={}, code_version="1") as out:
+        out.add_table("rewards.parquet", table)
+        regraded = out.commit(meta=rewards.meta)
+    report("0000", rewards=regraded)
+    after = rows("0002")
+    assert [row["train"]["reward"] for row in after] == [0.125, before[1]["train"]["reward"]] and len(before) == 2
+    report("0001")
+    chained = read_artifact(store, EXPERIMENT, "report", "0001")
+    assert chained is not None and chained.json("summary.json")["rows"] == after == rows("0002")
+    report("0000")
+    assert rows("0002") == before, "the first one again, as after a mark is lifted"
 
 
 def test_sampling_speed_is_that_of_the_page_of_the_rollouts_and_is_kept_for_later_reports(
