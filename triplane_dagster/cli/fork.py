@@ -58,6 +58,11 @@ def fork(
         return
     rows = [{each: step[each] for each in ("step", "partition", "state", "where")} for step in steps]
     print_rows(rows, as_json=False, title=f"{name}: the first iteration of the fork (found: shared with {source})")
+    if planned.shared_engine is not None:
+        typer.echo(
+            f"it samples at the engine of its source, {planned.shared_engine}, which serves one policy at a time: do"
+            " not run both at once, or set engine.base_url"
+        )
     typer.echo(
         f"{planned.path} {'would be written' if dry_run else 'is written'}; then: triplane iterate -e {name} -n 1"
     )
