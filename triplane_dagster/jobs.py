@@ -18,6 +18,10 @@ from resources.store import StoreResource
 from triplane_dagster.private_dagster import UnresolvedAssetJobDefinition
 
 EXPERIMENT_TAG = "triplane/experiment"
+EXCLUSIVE_TAG = "triplane/exclusive"
+"""Experiment that no other run with this tag may run for: deploy/dagster-production.yaml limits them. The two halves of
+iterations lack it, since they run side by side; their pools limit each.
+"""
 MAX_RETRIES_TAG = "dagster/max_retries"
 """Maximum relaunches of a run whose worker died, if `run_retries` is enabled in the Dagster instance."""
 TARGET_TAG = "triplane/target"
@@ -49,8 +53,14 @@ def rollback_job_name(experiment: Experiment) -> str:
     return f"{experiment.name}_rollback"
 
 
-def _tags(experiment: Experiment) -> dict[str, Any]:
+def shared_tags(experiment: Experiment) -> dict[str, Any]:
+    """Tags of every job of an experiment."""
     return {**REPEATED_WHOLE, EXPERIMENT_TAG: experiment.name, **pod_tags(experiment)}
+
+
+def exclusive_tags(experiment: Experiment) -> dict[str, Any]:
+    """Tags of a job that runs alone."""
+    return {**shared_tags(experiment), EXCLUSIVE_TAG: experiment.name}
 
 
 def base_job(experiment: Experiment) -> UnresolvedAssetJobDefinition:
@@ -59,7 +69,7 @@ def base_job(experiment: Experiment) -> UnresolvedAssetJobDefinition:
         base_job_name(experiment),
         selection=dg.AssetSelection.assets(*(key_of(experiment, asset) for asset in ONCE)),
         description=f"{experiment.name}: task suite and base policy.",
-        tags=_tags(experiment),
+        tags=exclusive_tags(experiment),
     )
 
 
@@ -69,7 +79,7 @@ def iteration_job(experiment: Experiment) -> UnresolvedAssetJobDefinition:
         iteration_job_name(experiment),
         selection=dg.AssetSelection.assets(*(key_of(experiment, asset) for asset in PER_ITERATION)),
         description=f"{experiment.name}: one iteration, from pinned inputs to the decision.",
-        tags=_tags(experiment),
+        tags=exclusive_tags(experiment),
     )
 
 
@@ -84,7 +94,7 @@ def half_jobs(experiment: Experiment) -> list[UnresolvedAssetJobDefinition]:
             half_job_name(experiment, half),
             selection=dg.AssetSelection.assets(*(key_of(experiment, asset) for asset in assets)),
             description=f"{experiment.name}: {text}.",
-            tags={**_tags(experiment), HALF_TAG: half},
+            tags={**shared_tags(experiment), HALF_TAG: half},
         )
         for half, (assets, text) in halves.items()
     ]
@@ -136,7 +146,7 @@ def rollback_job(experiment: Experiment) -> dg.JobDefinition:
             f"{experiment.name}: make an earlier policy live again. Adds a change to the registry; nothing is deleted."
         ),
         # no relaunch after a crash: "the previous policy" could be another one by then; an operator has to ask again
-        tags={**_tags(experiment), MAX_RETRIES_TAG: "0"},
+        tags={**exclusive_tags(experiment), MAX_RETRIES_TAG: "0"},
     )
     def job() -> None:
         roll_back_op()

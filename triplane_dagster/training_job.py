@@ -10,7 +10,7 @@ from ops.retries import bounded, step_retries
 from resources.experiment import Experiment
 from resources.store import StoreResource
 from resources.training_launcher import require_launchable
-from triplane_dagster.jobs import EXPERIMENT_TAG, REPEATED_WHOLE, launched_unix
+from triplane_dagster.jobs import exclusive_tags, launched_unix
 from triplane_dagster.targets import end_target, request_target, unfinished_target
 
 NIGHT_TAG = "triplane/night"
@@ -106,7 +106,7 @@ def train_job(experiment: Experiment) -> dg.JobDefinition:
         name=train_job_name(experiment),
         description=f"{experiment.name}: ask for further iterations; {experiment.name}_sequence runs them.",
         # a run whose process is killed is launched again: one launch is one request, however often it is repeated
-        tags={**REPEATED_WHOLE, EXPERIMENT_TAG: experiment.name, **pod_tags(experiment)},
+        tags=exclusive_tags(experiment),
         config=train_config(experiment, Training(iterations=experiment.iterations)),
     )
     def job() -> None:

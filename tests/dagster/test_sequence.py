@@ -10,6 +10,8 @@ from typing import Any
 
 import dagster as dg
 import pytest
+import yaml
+from dagster._utils.tags import TagConcurrencyLimitsCounter
 from pinning import commit, counting_store, decide, make_base, pin, sample
 
 from assets.naming import key_of
@@ -30,6 +32,7 @@ from triplane_dagster.training_job import NIGHT_TAG, Training, train_config, tra
 from triplane_dagster.unfinished import require_idle
 
 TINY = Path(__file__).parent / "tiny.yaml"
+PRODUCTION = Path(__file__).parents[2] / "deploy" / "dagster-production.yaml"
 NIGHT = datetime(2030, 1, 2, 2, tzinfo=UTC)
 
 
@@ -129,6 +132,21 @@ def test_with_overlap_an_iteration_is_requested_while_the_one_before_it_trains(d
     end_runs()
     decide(both.store, both.experiment, "0001")
     assert asked() == [] and unfinished_target(both.store, both.experiment) is None
+
+
+def test_a_deployment_runs_the_two_halves_side_by_side_and_nothing_else(tiny: Experiment) -> None:
+    limits = yaml.safe_load(PRODUCTION.read_text())["concurrency"]["runs"]["tag_concurrency_limits"]
+    jobs = definitions_for([tiny.model_copy(update={"off_policy": OffPolicyConfig(overlap=True)})])
+
+    def run(job: str) -> dg.DagsterRun:
+        return dg.DagsterRun(job_name=job, tags=jobs.resolve_job_def(job).run_tags)
+
+    def waits(job: str, running: str) -> bool:
+        return TagConcurrencyLimitsCounter(limits, [run(running)]).is_blocked(run(job))
+
+    assert not waits("tiny_sample", "tiny_learn") and not waits("tiny_learn", "tiny_sample")
+    alone = ("tiny_base", "tiny_iteration", "tiny_rollback", "tiny_train")
+    assert all(waits(job, other) for job in alone for other in alone)
 
 
 def test_a_request_is_the_same_at_every_tick_until_its_run_exists(desk: Desk) -> None:
