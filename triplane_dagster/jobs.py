@@ -9,7 +9,7 @@ from pydantic import Field
 from assets.naming import key_of
 from ops.deploy import servers_line
 from ops.graph import LEARNED, ONCE, PER_ITERATION, SAMPLED
-from ops.pod_tags import pod_tags
+from ops.pod_tags import EXPERIMENT_LABEL, pod_tags
 from ops.retries import bounded, step_retries
 from ops.rollback import bring_live, observation, roll_back_once
 from resources.errors import AlreadyLive
@@ -17,7 +17,7 @@ from resources.experiment import Experiment
 from resources.store import StoreResource
 from triplane_dagster.private_dagster import UnresolvedAssetJobDefinition
 
-EXPERIMENT_TAG = "triplane/experiment"
+EXPERIMENT_TAG = EXPERIMENT_LABEL
 EXCLUSIVE_TAG = "triplane/exclusive"
 """Experiment that no other run with this tag may run for: deploy/dagster-production.yaml limits them. The two halves of
 iterations lack it, since they run side by side; their pools limit each.

@@ -19,12 +19,13 @@ from contracts.digests import digest_of
 from contracts.episodes import TokenRole
 from contracts.store import open_store
 from inference.rollouts.straggler_bias import SolveRates
+from ops.pod_tags import EXPERIMENT_LABEL
 from ops.report.build import commit_report, compose
 from ops.report.facts import histogram
 from ops.report.history import earlier_rows, row_of
 from ops.report.page import read_data
 from ops.report.sources import find_sources
-from ops.report.timings import earlier_speeds
+from ops.report.timings import RUNS, earlier_speeds, iteration_seconds
 from ops.report.tokens import Vocabulary
 from ops.rollout_numbers import sampling_speed
 from resources.errors import NotMaterialized
@@ -196,6 +197,26 @@ def test_sampling_speed_is_that_of_the_page_of_the_rollouts_and_is_kept_for_late
     write_ref(store, EXPERIMENT, "report", "0000", report.ref)
     assert earlier_speeds(store, EXPERIMENT, "0001") == {"0000": 700.5}
     assert earlier_speeds(store, EXPERIMENT, "0000") == {}
+
+
+def test_seconds_are_found_among_many_runs_of_other_experiments(tmp_path: Path) -> None:
+    @dg.op(name=f"{EXPERIMENT}__rewards")
+    def rewards() -> None:
+        pass
+
+    @dg.job
+    def ours() -> None:
+        rewards()
+
+    with dg.DagsterInstance.ephemeral(str(tmp_path)) as instance:
+        ours.execute_in_process(instance=instance, tags={"dagster/partition": "0003", EXPERIMENT_LABEL: EXPERIMENT})
+        ours.execute_in_process(instance=instance, tags={"dagster/partition": "0003"})  # as from an asset's page
+        for _ in range(RUNS):
+            instance.create_run_for_job(ours, tags={"dagster/partition": "0003", EXPERIMENT_LABEL: "another"})
+        found = iteration_seconds(instance, EXPERIMENT, "0003")
+        one = [instance.get_run_step_stats(run.run_id) for run in instance.get_runs()]
+    each = [stats.end_time - stats.start_time for run in one for stats in run if stats.end_time and stats.start_time]
+    assert len(each) == 2 and found == {"rewards": pytest.approx(sum(each))}
 
 
 def test_seconds_change_no_digest(world: World, tmp_path: Path) -> None:
