@@ -62,7 +62,9 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
         **given: ArtifactRef,
     ) -> Materialized:
         step = with_start(begin(context, experiment, CHECKPOINT, store.open(), progress, given))
-        sampler.give_back(experiment.engine)
+        for name, engine in experiment.engines.items():
+            if name != "engine" or not experiment.off_policy.overlap:  # else it samples the next iteration meanwhile
+                sampler.give_back(engine)
         candidate = train_iteration(step, launcher)
         age = staleness(step.store, step.inputs.policy, step.parent("checkpoint"))
         metadata = {

@@ -5,7 +5,7 @@ import dagster as dg
 from assets.naming import check, define
 from contracts.artifacts import ArtifactRef, open_artifact
 from ops.graph import REWARDS
-from ops.health import TAMPERING_IS_RARE, tampering_is_rare
+from ops.health import TAMPERING_IS_RARE, checked, tampering_is_rare
 from ops.loading import load_tasks, load_tokenizer
 from ops.regrading import flip_metadata
 from ops.results import Materialized, link, numbers, result, table_facts
@@ -48,7 +48,9 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
         policy = open_artifact(step.store, inputs.policy)
         tokenizer = load_tokenizer(experiment, policy)
         episodes = open_artifact(step.store, rollouts)
-        share = graded.meta["graded"] / max(1, table.num_rows - graded.meta["stragglers"])
+        expected = table.num_rows - graded.meta["stragglers"]
+        share = graded.meta["graded"] / max(1, expected)
+        why = f"{graded.meta['graded']} of {expected} episodes have a reward ({share:.1%}); wanted {GRADED:.0%}"
         metadata = {
             "samples": sample_episodes(episodes, tokenizer, load_tasks(step.store, inputs.task_suite), graded),
             **table_facts(table),
@@ -61,7 +63,7 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
             graded,
             metadata,
             [
-                dg.AssetCheckResult(check_name=CHECK, passed=share >= GRADED, metadata={"graded": share}),
+                checked(CHECK, share >= GRADED, why, graded=share),
                 tampering_is_rare(graded.meta, table.num_rows),
             ],
         )

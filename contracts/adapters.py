@@ -112,7 +112,7 @@ def read_adapter(directory: Path, config: Mapping[str, Any]) -> Adapter | None:
         return None
     if not (folder / ADAPTER_CONFIG).is_file():
         raise SchemaError(f"{folder} has no {ADAPTER_CONFIG}: export the adapter again")
-    adapter = _read_config(folder / ADAPTER_CONFIG)
+    adapter = read_adapter_config(folder / ADAPTER_CONFIG)
     forms = adapter_files(directory).forms
     expected = {
         single: shape[-2:]
@@ -145,7 +145,8 @@ def added_weight(files: TensorFiles, adapter: Adapter, name: str) -> Tensor | No
     return adapter.scale * (files.tensor(second) @ files.tensor(first))
 
 
-def _read_config(path: Path) -> Adapter:
+def read_adapter_config(path: Path) -> Adapter:
+    """Adapter that the file adapter_config.json describes. Raises SchemaError."""
     try:
         found = json.loads(path.read_bytes())
         for name, value in _REQUIRED.items():

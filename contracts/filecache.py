@@ -22,6 +22,8 @@ from contracts.owned import is_leftover, owned_name
 
 DEFAULT_GB = 20.0
 KEEP_S = 3600.0
+CACHE_FOLDER = "triplane-cache"
+"""Name of the cache's folder in $TRIPLANE_CACHE, which may hold other files too."""
 PARTIAL = "part-"
 """Prefix of the names of unfinished copies."""
 _ATTEMPTS = 20
@@ -29,7 +31,10 @@ _ATTEMPTS = 20
 
 
 class FileCache:
-    """Copies of one store's objects by key. `place` names a folder below `base`; the limit counts all places."""
+    """Copies of one store's objects by key. `place` names a folder below `base`; the limit counts all places.
+
+    base: a folder with nothing else in it, as files in it are counted and removed whoever made them.
+    """
 
     def __init__(self, base: Path, place: str, limit_bytes: int, keep_s: float = KEEP_S) -> None:
         self._base, self._root, self.scratch = base, base / place, base / "tmp"
@@ -162,13 +167,13 @@ class FileCache:
 
 
 def cache_base() -> Path:
-    """Folder of the cache: $TRIPLANE_CACHE, else one of this user in the system's temporary folder.
+    """Folder of the cache: CACHE_FOLDER in $TRIPLANE_CACHE, else one of this user in the system's temporary folder.
 
     Raises StoreError if it belongs to another user.
     """
     chosen = os.environ.get("TRIPLANE_CACHE")
     if chosen:
-        return Path(chosen)
+        return Path(chosen) / CACHE_FOLDER
     base = Path(tempfile.gettempdir()) / f"triplane-cache-{os.getuid()}"
     base.mkdir(mode=0o700, exist_ok=True)
     if base.lstat().st_uid != os.getuid():

@@ -32,7 +32,7 @@ _SOCKET_PATH = 107
 ABANDONED_S = 24 * 3600.0
 """Age in seconds above which files without an owner on this machine count as leftovers."""
 _DIGITS = 12
-_NAME = re.compile(r"(?P<machine>[0-9a-f]{6}|[0-9a-f]{12})\.(?P<pid>\d+)\.(?P<start>\d+)\.[A-Za-z0-9_]+")
+_NAME = re.compile(r"(?P<machine>[0-9a-f]{6}|[0-9a-f]{12}|unseen)\.(?P<pid>\d+)\.(?P<start>\d+)\.[A-Za-z0-9_]+")
 
 
 def owned_name() -> str:
@@ -77,11 +77,12 @@ def is_abandoned(name: str, prefix: str = "") -> bool:
 
 
 def is_leftover(name: str, age_s: float, *prefixes: str) -> bool:
-    """Whether a file of this age and name may be removed: its process has ended, or it is old and has no owner on this
-    machine.
+    """Whether a file of this age and name may be removed: its process has ended, or it is old and its owner is not on
+    this machine. Never true for a name that we did not make.
     """
-    fates = {fate_of_owner(name, prefix) for prefix in prefixes}
-    return "gone" in fates or ("alive" not in fates and age_s > ABANDONED_S)
+    ours = [prefix for prefix in prefixes if name.startswith(prefix) and _NAME.match(name.removeprefix(prefix))]
+    fates = {fate_of_owner(name, prefix) for prefix in ours}
+    return "gone" in fates or (fates == {"unknown"} and age_s > ABANDONED_S)
 
 
 def abandoned(parent: Path, prefix: str = "") -> Iterator[Path]:

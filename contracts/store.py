@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
-from urllib.parse import urlparse
+from urllib.parse import unquote, urlparse
 
 from contracts.errors import ArtifactMissing, StoreError
 from contracts.failpoints import failpoint
@@ -107,7 +107,7 @@ def open_store(url: str | None = None) -> Store:
     """Open the store at `url`, else at $TRIPLANE_STORE, else in `.triplane/store` in the working directory.
 
     url: a directory, `file:///dir`, or `s3://bucket/prefix` (endpoint and credentials by boto3's own environment
-    variables; downloads are cached in $TRIPLANE_CACHE, up to $TRIPLANE_CACHE_GB).
+    variables; downloads are cached in $TRIPLANE_CACHE, up to $TRIPLANE_CACHE_GB). Raises StoreError.
     """
     where = url or os.environ.get("TRIPLANE_STORE") or DEFAULT_STORE
     parsed = urlparse(where)
@@ -115,11 +115,29 @@ def open_store(url: str | None = None) -> Store:
         from contracts.s3store import S3Store  # needs boto3, which local stores do not
 
         return S3Store(parsed.netloc, parsed.path.strip("/"))
+    return LocalStore(local_folder(where))
+
+
+def local_folder(where: str) -> Path:
+    """Directory that a store's location other than S3 names. Raises StoreError."""
+    parsed = urlparse(where)
     if parsed.scheme not in ("", "file"):
         raise StoreError(
             f"store {where!r} has an unknown scheme {parsed.scheme!r}: use a directory or s3://bucket/prefix"
         )
-    return LocalStore(Path(parsed.path if parsed.scheme == "file" else where))
+    if parsed.scheme == "file" and parsed.netloc:
+        raise StoreError(
+            f"store {where!r} names the host {parsed.netloc!r}: use file:///DIR with three slashes, or a directory"
+        )
+    if parsed.scheme == "file" and (parsed.query or parsed.fragment):
+        raise StoreError(f"store {where!r} has a query or fragment: write ? as %3F and # as %23, or use a directory")
+    path = unquote(parsed.path) if parsed.scheme == "file" else where
+    if path.startswith("~"):
+        raise StoreError(
+            f"store {where!r} begins with ~, which only a shell expands: write the whole path, or ./~ for a folder of"
+            " that name"
+        )
+    return Path(path)
 
 
 class LocalStore:

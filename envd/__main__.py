@@ -42,6 +42,7 @@ certificates), beyond this machine with TLS, unless --insecure says that the net
 _COMMANDS = {
     "mcp": ("envd.mcp", "run_mcp", "the tools over MCP, for agents that nobody here wrote"),
     "top": ("envd.operations.top", "run_top", "a live table of a server's sandboxes"),
+    "audit": ("envd.operations.audit_check", "run_audit_check", "check the signatures of an audit log"),
     "policy": ("envd.rules_check", "run_check", "check a file of sandbox rules"),
 }
 """Commands that parse their own arguments: module, function (arguments -> exit code), help."""
@@ -121,9 +122,15 @@ def _add_serving(add: Any) -> None:
     add("--pool", type=int, default=0, metavar="N", help="sandboxes kept ready for each template in use (default 0)")
     add("--policy", type=Path, metavar="YAML", help="what sandboxes may be and do (docs/sandboxes-rules.md)")
     add("--audit-log", type=Path, metavar="FILE", help="append audit events to FILE as JSON lines")
+    add("--audit-key", type=Path, metavar="FILE", help="sign these lines with the key in FILE (`python -m envd audit`)")
     add("--audit-calls", action="store_true", help="audit events of each call too (docs/sandboxes-rules.md)")
     add("--metrics", metavar="HOST:PORT", help="Prometheus metrics at http://HOST:PORT/metrics")
-    add("--snapshot-dir", type=Path, metavar="DIR", help="keep snapshots in DIR, also when the server ends")
+    add(
+        "--snapshot-dir",
+        type=Path,
+        metavar="DIR",
+        help="keep snapshots in DIR, or in a subfolder if others may enter DIR, also when the server ends",
+    )
     add(
         "--drain",
         type=float,
@@ -168,6 +175,7 @@ async def _served(arguments: argparse.Namespace) -> None:
     from contracts.rpc.connecting import prefer_short_round_trips
     from contracts.rpc.listening import Listening
     from envd.meeting import default_address
+    from envd.server.ending import bound_end
     from envd.server.serve import Options, serve
 
     prefer_short_round_trips()
@@ -192,12 +200,13 @@ async def _served(arguments: argparse.Namespace) -> None:
         rules=arguments.policy,
         audit_log=arguments.audit_log,
         audit_calls=arguments.audit_calls,
+        audit_key=arguments.audit_key,
         peer_ca=arguments.peer_ca,
         metrics=arguments.metrics,
         drain_s=arguments.drain,
         with_parent=arguments.with_parent,
     )
-    await serve(options)
+    await serve(options, on_death=bound_end)
 
 
 def _run(main: Coroutine[Any, Any, None]) -> None:

@@ -8,6 +8,7 @@ from contracts.adapters import read_adapter
 from contracts.artifacts import Artifact
 from contracts.checkpoints import check_checkpoint, expected_tensors
 from contracts.errors import SchemaError
+from ops.health import checked
 
 CHECK = "layout_is_complete"
 
@@ -18,6 +19,6 @@ def layout_check(checkpoint: Artifact) -> dg.AssetCheckResult:
         config = check_checkpoint(checkpoint.directory())
         read_adapter(checkpoint.directory(), config)
     except SchemaError as error:
-        return dg.AssetCheckResult(check_name=CHECK, passed=False, metadata={"fault": str(error)})
+        return checked(CHECK, False, str(error))
     tensors = len(expected_tensors(config))
-    return dg.AssetCheckResult(check_name=CHECK, passed=True, metadata={"tensors": tensors})
+    return checked(CHECK, True, f"The checkpoint has all {tensors:,} tensors.", tensors=tensors)

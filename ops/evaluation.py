@@ -167,7 +167,7 @@ async def _play(
     experiment, checkpoint = playing.experiment, open_artifact(playing.store, policy)
     async with (
         playing.sandboxes.client(experiment.sandboxes) as client,
-        playing.sampler.lease(checkpoint, "evaluation", experiment.engine) as engine,
+        playing.sampler.lease(checkpoint, "evaluation", experiment.evaluation_engine) as engine,
     ):
         player = Player.of(
             engine,

@@ -220,7 +220,7 @@ ROLLOUTS = StepSpec(
     name="rollouts",
     version=ROLLOUTS_VERSION,
     slice=lambda state: {
-        **sampling_slice(state.experiment),
+        **sampling_slice(state.experiment, state.experiment.engine),
         **state.sampled_as,
         "workers": state.experiment.prompts.workers,
         "rollouts": state.experiment.rollouts.model_dump(mode="json"),
@@ -358,6 +358,7 @@ EVALUATION = StepSpec(
     inputs={"candidate": "checkpoint", "parent": "iteration_inputs.start.checkpoint"},
     plane="inference",
     needs=("sampler", "sandboxes"),
+    where=where.evaluation,
     config=lambda state: {"confidence": state.experiment.promotion.confidence},
     key_inputs=_compared_runs,
     part_versions={EVALUATION_RUN: EVALUATION_RUN_VERSION},

@@ -36,7 +36,10 @@ near 1e-3; training on tokens of another distribution starts to diverge around 1
 _WARN, _ERROR = dg.AssetCheckSeverity.WARN, dg.AssetCheckSeverity.ERROR
 
 
-def _checked(name: str, passed: bool, why: str, severity: dg.AssetCheckSeverity, **numbers: Any) -> dg.AssetCheckResult:
+def checked(
+    name: str, passed: bool, why: str, severity: dg.AssetCheckSeverity = dg.AssetCheckSeverity.ERROR, **numbers: Any
+) -> dg.AssetCheckResult:
+    """Result of a check, with what was found as its description and its "why". numbers: shown by name."""
     shown = {key.replace("_", " "): value for key, value in numbers.items() if value is not None}
     return dg.AssetCheckResult(
         check_name=name, passed=passed, severity=severity, description=why, metadata={"why": why, **shown}
@@ -47,7 +50,7 @@ def _share(name: str, what: str, count: int, total: int, most: float) -> dg.Asse
     share = count / total if total else 0.0
     passed = share <= most
     why = f"{count} of {total} {what} ({share:.1%}); {'at most' if passed else 'more than'} {most:.0%}"
-    return _checked(name, passed, why, _WARN, share=share)
+    return checked(name, passed, why, _WARN, share=share)
 
 
 def infrastructure_held(episodes: pa.Table, asset: dg.AssetKey) -> dg.AssetCheckResult:
@@ -79,14 +82,14 @@ def sampler_and_trainer_agree(records: Iterable[Mapping[str, Any]], age: int = 0
     """
     found = next((record["mismatch_k3"] for record in records if "mismatch_k3" in record), None)
     if found is None:
-        return _checked(AGREE, True, "No token was trained on.", _WARN)
+        return checked(AGREE, True, "No token was trained on.", _WARN)
     if age:
         why = f"KL from sampler to trainer is {found:.3g} nats a token; their weights are {age} training(s) apart"
-        return _checked(AGREE, found == found, why, _WARN, mismatch_k3=found if found == found else None)
+        return checked(AGREE, found == found, why, _WARN, mismatch_k3=found if found == found else None)
     passed = found <= MAX_MISMATCH  # false for NaN
     relation = "at most" if passed else "not at most"
     why = f"KL from sampler to trainer is {found:.3g} nats a token, {relation} {MAX_MISMATCH:g}"
-    return _checked(AGREE, passed, why, _WARN, mismatch_k3=found if found == found else None)
+    return checked(AGREE, passed, why, _WARN, mismatch_k3=found if found == found else None)
 
 
 def finite_loss(records: Sequence[Mapping[str, Any]]) -> dg.AssetCheckResult:
@@ -99,7 +102,7 @@ def finite_loss(records: Sequence[Mapping[str, Any]]) -> dg.AssetCheckResult:
         if not abs(record.get(name, 0.0)) < float("inf")
     ]
     why = f"{len(bad)} values are not finite, first: {bad[0]}" if bad else f"All {len(steps)} steps have a finite loss."
-    return _checked(FINITE_LOSS, not bad, why, _ERROR, steps=len(steps))
+    return checked(FINITE_LOSS, not bad, why, _ERROR, steps=len(steps))
 
 
 def fp8_codes_are_sound(candidate: Artifact, parent: Artifact) -> dg.AssetCheckResult:
@@ -107,19 +110,19 @@ def fp8_codes_are_sound(candidate: Artifact, parent: Artifact) -> dg.AssetCheckR
     try:
         facts = code_facts(candidate, parent)
     except SchemaError as error:  # the check of the layout names it, too, and stops the run
-        return _checked(FP8, False, str(error), _ERROR)
+        return checked(FP8, False, str(error), _ERROR)
     if facts is None:
-        return _checked(FP8, True, "The checkpoint is not quantized.", _ERROR)
+        return checked(FP8, True, "The checkpoint is not quantized.", _ERROR)
     faults = list(code_faults(facts))
     sound = f"{facts.tensors} of {facts.of} quantized tensors were read; {facts.saturated:.2%} of their codes saturate"
-    return _checked(FP8, not faults, "; ".join(faults) or sound, _ERROR, saturated=facts.saturated)
+    return checked(FP8, not faults, "; ".join(faults) or sound, _ERROR, saturated=facts.saturated)
 
 
 def gate_checks(found: Mapping[str, NonInferiority]) -> list[dg.AssetCheckResult]:
     """The comparisons that decide about promotion, by name of the check."""
     same = f"{PARENT_IS_BEST}; {found[NOT_WORSE_THAN_PARENT].sentence}"
     return [
-        _checked(name, each.holds, same if each.sentence == PARENT_IS_BEST else each.sentence, _ERROR)
+        checked(name, each.holds, same if each.sentence == PARENT_IS_BEST else each.sentence, _ERROR)
         for name, each in found.items()
     ]
 
@@ -129,6 +132,6 @@ def went_live(decision: Decision, undone: LivePolicy | None) -> dg.AssetCheckRes
     why = f"{decision.decision}: {'; '.join(decision.reasons)}"
     if undone is not None:
         how = "rolled back automatically" if is_automatic(undone) else "rolled back"
-        return _checked(WENT_LIVE, False, f"{how}: {undone.came_by}; it was {why}", _ERROR)
+        return checked(WENT_LIVE, False, f"{how}: {undone.came_by}; it was {why}", _ERROR)
     severity = _WARN if decision.decision == "stale" else _ERROR
-    return _checked(WENT_LIVE, decision.decision == "live", why, severity)
+    return checked(WENT_LIVE, decision.decision == "live", why, severity)

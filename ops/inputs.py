@@ -31,6 +31,8 @@ from resources.experiment import Experiment
 from resources.refs import read_artifact, read_ref
 from resources.registry import Registry
 from resources.training_launcher import require_launchable
+from trainer.continuing import require_continuable
+from trainer.errors import TrainingConfigError
 
 
 class PromptsDrawn(Frozen):
@@ -86,6 +88,7 @@ def pin_inputs(step: Step, policy: str) -> Artifact:
     )
     inputs = replay(step.store, step.experiment, inputs)
     require_splits(step.store, step.experiment, inputs.task_suite)
+    _require_continuable(step, inputs.start.checkpoint if inputs.start else inputs.policy)
     inputs = inputs.model_copy(update={"difficulty": pinned_difficulty(step.store, step.experiment, inputs)})
     source, forked = lineage_of(step.store, step.experiment, inputs)
     begun = {} if ahead else {"trainer_state": start.trainer_state}
@@ -96,6 +99,13 @@ def pin_inputs(step: Step, policy: str) -> Artifact:
         return out.commit(
             meta={**step.work.config, "policy": inputs.policy.digest, "asked_for": policy, **restored, **forked}
         )
+
+
+def _require_continuable(step: Step, start: ArtifactRef) -> None:
+    try:
+        require_continuable(open_artifact(step.store, start), step.experiment.trainer)
+    except TrainingConfigError as error:
+        raise IterationRefused(f"{step.experiment.name}/{step.iteration} can't be trained: {error}") from None
 
 
 def with_start(step: Step) -> Step:

@@ -18,6 +18,7 @@ from curation.errors import TaskError
 from curation.rewards import REWARDS_VERSION
 from curation.tasks.build import find_built
 from curation.tasks.suite import TaskSuiteConfig
+from inference.engines.config import EngineConfig
 from inference.rollouts import ROLLOUTS_VERSION
 from ops.spec import Work
 from resources.experiment import Experiment, ImportedBase
@@ -53,7 +54,7 @@ class Reading:
         """Settings that affect the run, beyond policy and suite; none of grouping, rewards or training."""
         rollouts = experiment.rollouts.model_dump(mode="json", exclude=_GROUPING)
         return {
-            **sampling_slice(experiment),
+            **sampling_slice(experiment, experiment.evaluation_engine),
             "split": self.split.value,
             "samples": self.samples,
             "rollouts": {**rollouts, "temperature": 0.0} if self.greedy else rollouts,
@@ -114,10 +115,10 @@ def require_splits(store: Store, experiment: Experiment, suite: ArtifactRef | No
     )
 
 
-def sampling_slice(experiment: Experiment) -> dict[str, Any]:
-    """Settings that affect an episode, beyond those of the agent loop."""
+def sampling_slice(experiment: Experiment, engine: EngineConfig) -> dict[str, Any]:
+    """Settings that affect an episode that an engine samples, beyond those of the agent loop."""
     return {
-        "engine": experiment.engine.implementation,
+        "engine": engine.implementation,
         "sandbox_limits": experiment.sandboxes.limits.model_dump(mode="json"),
         "spaced": experiment.base.spaced,
         "seed": experiment.seed,

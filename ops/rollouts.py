@@ -22,7 +22,7 @@ from inference.rollouts.plan import GroupPlan, RolloutPlan
 from inference.rollouts.progress import ShardProgress
 from inference.rollouts.worker import run_shard
 from ops.graph import PLAN, ROLLOUTS, pool_of
-from ops.health import infrastructure_held
+from ops.health import checked, infrastructure_held
 from ops.inputs import PromptsDrawn
 from ops.loading import load_tasks, load_tokenizer
 from ops.pod_tags import pod_tags
@@ -223,12 +223,10 @@ def rollout_ops(experiment: Experiment) -> tuple[dg.OpDefinition, dg.OpDefinitio
         planned = read_plan(open_artifact(step.store, ArtifactRef.model_validate(parts[0]["plan"])))
         gathered = gather_groups(planned, step.store)
         lacking = groups_lacking(planned, gathered, step.store)
-        yield dg.AssetCheckResult(
-            passed=not lacking,
-            asset_key=asset,
-            check_name=CHECK,
-            metadata={"expected": len(gathered.expected), "lacking": [group.task_id for group in lacking[:20]]},
-        )
+        count = len(gathered.expected)
+        names = [group.task_id for group in lacking[:20]]
+        why = f"{len(lacking)} of {count} groups are lacking: {', '.join(names)}" if lacking else "No group is lacking."
+        yield checked(CHECK, not lacking, why, expected=count, lacking=names)._replace(asset_key=asset)
         merged = merge_groups(planned, step.store, gathered)  # raises when any is lacking, and names them
         sampled = sampled_numbers([part["sampled"] for part in parts if "sampled" in part])
         yield infrastructure_held(merged.table("episodes.parquet", columns=["outcome"]), asset)

@@ -140,7 +140,7 @@ async def _attempt(
 
 def _is_in_process(step: Step) -> bool:
     """Whether the engine runs in this process, so that its errors are the candidate's fault."""
-    return step.experiment.deployment.canary is None and isinstance(step.experiment.engine, BuiltinConfig)
+    return step.experiment.deployment.canary is None and isinstance(step.experiment.evaluation_engine, BuiltinConfig)
 
 
 def _fault_behind(error: TriplaneError, step: Step, candidate: Artifact) -> str | None:
@@ -153,7 +153,7 @@ def _engine(step: Step, sampler: SamplerResource, candidate: Artifact) -> Abstra
     deployment = step.experiment.deployment
     if deployment.canary is not None:
         return open_canary(deployment, candidate)
-    return sampler.lease(candidate, "evaluation", step.experiment.engine)
+    return sampler.lease(candidate, "evaluation", step.experiment.evaluation_engine)
 
 
 async def _episode(

@@ -45,7 +45,7 @@ def warm_start(
         config=base.sft,
         precision=experiment.trainer.precision,
     )
-    return _train(step, launcher, job, base.sft.max_steps, 0)
+    return _train(step, launcher, job, "base", base.sft.max_steps, 0)
 
 
 def train_iteration(step: Step, launcher: Launcher) -> Artifact:
@@ -63,7 +63,7 @@ def train_iteration(step: Step, launcher: Launcher) -> Artifact:
         min_effective_sample_size=step.experiment.off_policy.min_effective_sample_size,
     )
     taken = int(open_artifact(step.store, start).meta.get("step") or 0)
-    return _train(step, launcher, job, trainer.optimizer_steps, taken)
+    return _train(step, launcher, job, step.iteration, trainer.optimizer_steps, taken)
 
 
 def training_records(checkpoint: Artifact) -> list[dict[str, Any]]:
@@ -96,9 +96,9 @@ def training_logs(store: Store, checkpoint: ArtifactRef) -> dict[str, str]:
     return {"training_logs": where} if where else {}
 
 
-def _train(step: Step, launcher: Launcher, job: SftJob | RlJob, steps: int, taken: int) -> Artifact:
-    """Run `job` unless its result exists. steps: maximum number of optimizer steps; taken: steps that its start has
-    taken.
+def _train(step: Step, launcher: Launcher, job: SftJob | RlJob, name: str, steps: int, taken: int) -> Artifact:
+    """Run `job` unless its result exists. name: `base` or the iteration. steps: maximum number of optimizer steps;
+    taken: steps that its start has taken.
     """
     found = _result(step.store, job)
     if found is not None:
@@ -111,8 +111,12 @@ def _train(step: Step, launcher: Launcher, job: SftJob | RlJob, steps: int, take
         if "step" in metrics:
             step.progress.update("training", metrics["step"] - taken, steps, **numbers(metrics))
 
+    watched = step.experiment.trainer.watch.run(step.experiment.name, name)
     launch = Launch(
-        [sys.executable, "-m", "trainer", "--job", job.model_dump_json()],
+        [
+            *(sys.executable, "-m", "trainer", "--job", job.model_dump_json()),
+            *(["--watch", watched.model_dump_json()] if watched else []),
+        ],
         nodes=where.nodes,
         gpus=where.gpus,
         timeout_s=where.timeout_s,

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from inference.engines.config import RoutedConfig
+from inference.engines.config import EngineConfig, RoutedConfig
 from resources.experiment import Experiment
 
 
 def engine(experiment: Experiment) -> str:
     """The engine that samples, and how many episodes at once."""
-    config, prompts = experiment.engine, experiment.prompts
+    return _engine(experiment, experiment.engine)
+
+
+def evaluation(experiment: Experiment) -> str:
+    """The engine of evaluations, and how many episodes at once."""
+    return _engine(experiment, experiment.evaluation_engine)
+
+
+def _engine(experiment: Experiment, config: EngineConfig) -> str:
+    prompts = experiment.prompts
     address = getattr(config, "base_url", None) or getattr(config, "address", None)
     place = f" at {address}" if address else ""
     if isinstance(config, RoutedConfig):
@@ -21,7 +30,7 @@ def engine(experiment: Experiment) -> str:
 def deployment(experiment: Experiment) -> str:
     """The engine of the smoke episode, and the servers of the live policy."""
     found = experiment.deployment
-    canary = f"canary {found.canary}" if found.canary else engine(experiment).partition(",")[0]
+    canary = f"canary {found.canary}" if found.canary else evaluation(experiment).partition(",")[0]
     return f"smoke episode on {canary}; {len(found.servers)} server(s) to swap"
 
 

@@ -123,6 +123,15 @@ class EvaluationConfig(Section):
     """Episodes per unseen task, if the suite has any. No decision uses them; 0 disables them."""
     greedy: bool = True
     """Whether to run held-out and unseen tasks once more at temperature 0."""
+    engine: EngineConfig | None = None
+    """Engine that plays evaluations and smoke episodes; null: `engine`, which samples. With off_policy.overlap, servers
+    that sample can't serve other policies: name other ones here.
+    """
+
+    @field_validator("engine", mode="before")
+    @classmethod
+    def _usual_kind(cls, value: Any) -> Any:
+        return {"kind": "builtin", **value} if isinstance(value, dict) else value
 
 
 class PromotionConfig(Section):
@@ -292,17 +301,55 @@ class Experiment(Section):
         self._require_one_variance()
         self._require_records()
         self._require_experts()
-        if self.engine.events is not None:
+        for name, engine in self.engines.items():
+            self._require_useful(name, engine)
+        self._require_an_engine_for_each_half()
+        if self.trainer.lora is not None and self.trainer.precision.forward.rounds:
             raise ValueError(
-                "engine.events_port has no effect on one server: name several in base_url, make it a replica of"
-                " engine.kind routed, or leave it out"
+                f"trainer.lora merges adapters in float32, but trainer.precision {self.trainer.precision.kind} rounds:"
+                " use w8 or fp32 with float32 head and router"
             )
-        reason = self.engine.mismatch(self.trainer.precision.forward)
-        if reason is not None:
-            raise ValueError(f"engine.kind {self.engine.kind} can't serve trainer.precision: {reason}")
         if self.rollouts.group_size < 2:
             raise ValueError("rollouts.group_size 1 leaves no other episode as baseline: use at least 2")
         return self
+
+    def _require_useful(self, name: str, engine: EngineConfig) -> None:
+        """Require that an engine can serve what is trained, and return what is recorded of it."""
+        if engine.events is not None:
+            raise ValueError(
+                f"{name}.events_port has no effect on one server: name several in base_url, make it a replica of"
+                f" {name}.kind routed, or leave it out"
+            )
+        reason = engine.mismatch(self.trainer.precision.forward)
+        if reason is not None:
+            raise ValueError(f"{name}.kind {engine.kind} can't serve trainer.precision: {reason}")
+        if self.trainer.lora is not None and getattr(engine, "weights", "auto") == "fp8":
+            raise ValueError(
+                f"trainer.lora makes adapters, which {name}.kind {engine.kind} serves merged into float32 weights only:"
+                f" set {name}.weights to dequantized"
+            )
+        for restriction in sorted(self.rollouts.restrictions - engine.restrictions):
+            raise ValueError(
+                f"rollouts.{restriction} samples from part of the vocabulary, of which {name}.kind {engine.kind} gives"
+                " no record to train on: use builtin or sglang, or for a grammar vllm with engine.flags"
+                " [--no-skip-tokenizer-init]"
+            )
+
+    def _require_an_engine_for_each_half(self) -> None:
+        """Require that an iteration that is sampled ahead keeps its engine while the one before it is evaluated."""
+        if not self.off_policy.overlap or not self.engine.shared:
+            return
+        if self.evaluation.engine is None:
+            raise ValueError(
+                f"off_policy.overlap samples while candidates are evaluated, and servers of engine.kind"
+                f" {self.engine.kind} serve one policy at a time: name other servers in evaluation.engine"
+            )
+        if self.evaluation.engine == self.engine:
+            raise ValueError("off_policy.overlap needs two engines, evaluation.engine is engine: name other servers")
+        if getattr(self.engine, "idle", "keep") != "keep":
+            raise ValueError(
+                "off_policy.overlap samples while it trains, engine.idle would take away the servers: set it to keep"
+            )
 
     def _require_one_variance(self) -> None:
         """Require that the dataset and refills compare the same values; refills know only test results."""
@@ -326,12 +373,6 @@ class Experiment(Section):
             raise ValueError(
                 f"rollouts.record_routing is true, but engine.kind {self.engine.kind} returns no routed experts: use"
                 " builtin, or vllm with engine.flags [--enable-return-routed-experts]"
-            )
-        for name in sorted(self.rollouts.restrictions - self.engine.restrictions):
-            raise ValueError(
-                f"rollouts.{name} samples from part of the vocabulary, of which engine.kind {self.engine.kind} gives no"
-                " record to train on: use builtin or sglang, or for a grammar vllm with engine.flags"
-                " [--no-skip-tokenizer-init]"
             )
 
     def _require_experts(self) -> None:
@@ -358,6 +399,17 @@ class Experiment(Section):
                 raise ValueError(
                     f"{name} is {value}, but base.model.family {model.family} has no experts: leave it out"
                 )
+
+    @property
+    def evaluation_engine(self) -> EngineConfig:
+        """Engine that plays evaluations and smoke episodes."""
+        return self.evaluation.engine or self.engine
+
+    @property
+    def engines(self) -> dict[str, EngineConfig]:
+        """The engines that are named, by the setting that names them."""
+        named = {"engine": self.engine, "evaluation.engine": self.evaluation.engine}
+        return {name: engine for name, engine in named.items() if engine is not None}
 
     @property
     def demonstrated(self) -> TaskSuiteConfig:

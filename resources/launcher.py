@@ -19,7 +19,7 @@ from resources.errors import LaunchFailed, LaunchKilled
 from resources.gpus import VISIBLE, local_gpus
 from resources.launch import Context, Launch, OnMessage
 from resources.pipes import open_channel
-from trainer.errors import LAST_WORDS
+from trainer.errors import LAST_WORDS, RANKS_LOST_STATUS
 from trainer.lifetime import PARENT_VARIABLE
 
 _TAIL_LINES, _SHOWN = 15, 60
@@ -77,11 +77,7 @@ class LocalLauncher(dg.ConfigurableResource[Any]):
                 _stop(child, self.grace_s)
                 channel.ended()
             tail = _tail(log)
-        if child.returncode < 0:
-            name = signal.Signals(-child.returncode).name
-            raise LaunchKilled(f"`{_shown(command)}` was killed ({name}): {tail}")
-        if child.returncode != 0:
-            raise LaunchFailed(f"`{_shown(command)}` ended with code {child.returncode}: {tail}")
+        _require_success(child.returncode, _shown(command), tail)
         messages = session.get_custom_messages()
         for message in messages[seen:]:
             on_message(message)
@@ -118,6 +114,16 @@ def _stop(child: subprocess.Popen[bytes], grace_s: float) -> None:
         if not _ended(child, grace_s):
             child.kill()
             child.wait()
+
+
+def _require_success(status: int, command: str, tail: str) -> None:
+    """Raise LaunchKilled if a signal ended the command or one of its ranks, LaunchFailed if it failed otherwise."""
+    if status < 0:
+        raise LaunchKilled(f"`{command}` was killed ({signal.Signals(-status).name}): {tail}")
+    if status == RANKS_LOST_STATUS or status > 128:
+        raise LaunchKilled(f"`{command}` was killed or lost a rank (code {status}): {tail}")
+    if status:
+        raise LaunchFailed(f"`{command}` ended with code {status}: {tail}")
 
 
 def _tail(log: IO[bytes]) -> str:

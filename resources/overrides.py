@@ -122,10 +122,16 @@ def _without_tags(model: type[BaseModel], path: tuple[int | str, ...]) -> tuple[
 
 
 def _is_discriminated(place: Any) -> bool:
-    """Whether a field, or an item of a tuple, is a discriminated union."""
+    """Whether a field, or an item of a tuple, is a discriminated union, or null."""
     if isinstance(place, FieldInfo):
-        return place.discriminator is not None or any(isinstance(each, Discriminator) for each in place.metadata)
-    return any(isinstance(each, FieldInfo) and _is_discriminated(each) for each in get_args(place)[1:])
+        if place.discriminator is not None or any(isinstance(each, Discriminator) for each in place.metadata):
+            return True
+        place = place.annotation
+    if get_origin(place) in (Union, types.UnionType):
+        return any(map(_is_discriminated, get_args(place)))
+    return get_origin(place) is Annotated and any(
+        isinstance(each, FieldInfo) and _is_discriminated(each) for each in get_args(place)[1:]
+    )
 
 
 def _suggest(model: type[BaseModel], path: tuple[int | str, ...]) -> str:

@@ -62,6 +62,17 @@ class PodPlacement(Section):
         return {name: value for name, value in fields.items() if value}
 
 
+class StepPlacement(PodPlacement):
+    """Resources and nodes of run and step pods, which never hold GPUs: they are clients of engines, sandboxes and
+    trainers.
+    """
+
+    cpu: float = Field(default=0.25, gt=0, le=1024)
+    """CPU cores that are requested. Pods may use more if a node has them."""
+    memory: Memory = "2Gi"
+    """Memory, requested and limit, such as 512Mi or 64Gi. A pod that needs more is killed."""
+
+
 class TrainerPlacement(PodPlacement):
     """Resources and nodes of a trainer's pods, one for each of `trainer.launcher.nodes`."""
 
@@ -86,7 +97,7 @@ class TrainerPlacement(PodPlacement):
 class PlacementConfig(Section):
     """Where the pods of an experiment run on Kubernetes."""
 
-    steps: PodPlacement = PodPlacement(cpu=0.25, memory="2Gi")
-    """Run and step pods. They never hold GPUs: they are clients of engines, sandboxes and trainers."""
+    steps: StepPlacement = StepPlacement()
+    """Run and step pods."""
     trainer: TrainerPlacement = TrainerPlacement()
     """The trainer's pods."""

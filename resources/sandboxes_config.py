@@ -29,7 +29,9 @@ class LimitsConfig(Section):
     disk_mb: int = Field(default=64, ge=1, le=1 << 24)
     """Disk space for all written files, in MiB."""
     lifetime_s: float = Field(default=600.0, gt=0, le=31_536_000)
-    """Maximum lifetime, in seconds."""
+    """Part of the keys of rollouts and evaluations, without effect: an episode's sandbox lives for
+    `rollouts.episode_timeout_s` and a minute.
+    """
 
     def limits(self) -> Limits:
         """Limits in the environment plane's type."""

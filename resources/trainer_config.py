@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from trainer.config import BackendConfig, Device, RlConfig
+from trainer.watchers import WatchConfig, WatchedRun
 
 LauncherKind = Literal["auto", "local", "kubernetes"]
 
@@ -77,11 +79,33 @@ _MOVED = {name: f"algorithm.{name}" for name in ("clip_low", "clip_high", "dual_
 _FORMER_ALGORITHM = "{kind: grpo, advantage: group_mean, aggregation: token, clip_high: 0.28, dual_clip: 3.0}"
 
 
+class ExperimentWatch(WatchConfig):
+    """Where the metrics of trainings go, beside their checkpoints and the asset pages."""
+
+    folder: str | None = Field(default=None, min_length=1)
+    """Folder of their files, on the machine or pod that trains: FOLDER/EXPERIMENT/base, and one for each iteration."""
+
+    @model_validator(mode="after")
+    def _has_a_place(self) -> Self:
+        if (self.tensorboard or self.wandb or self.mlflow) and self.folder is None:
+            raise ValueError("tensorboard, wandb and mlflow write files: set folder")
+        return self
+
+    def run(self, experiment: str, training: str) -> WatchedRun | None:
+        """The run of a training, `base` or an iteration; None: it is not watched."""
+        if self.folder is None:
+            return None
+        watch = WatchConfig(**{name: getattr(self, name) for name in WatchConfig.model_fields})
+        return WatchedRun(watch=watch, output=Path(self.folder, experiment, training), name=f"{experiment}/{training}")
+
+
 class TrainerConfig(RlConfig):
     """Training of one iteration."""
 
     launcher: LauncherConfig = LauncherConfig()
     """Where training runs."""
+    watch: ExperimentWatch = ExperimentWatch()
+    """Where metrics go, too. Not part of any key."""
 
     @property
     def rl(self) -> RlConfig:

@@ -56,6 +56,7 @@ NEEDS = {
         ("initdb", "/usr/lib/postgresql/*/bin/initdb"), "PostgreSQL", _debian("postgresql"), ("test", "slow")
     ),
     "redis-server": Need(("redis-server",), "routers that share a Redis server", _debian("redis-server"), ("test",)),
+    "promtool": Need(("promtool",), "rules of Prometheus", _debian("prometheus"), ("test",)),
     # its guest changes users as that of a machine does, whose first process is root
     "root": Need((), "the stand-in for Firecracker", "run the tests as root", ("test", "slow")),
     "chromium": Need(("chromium",), "pages in a browser", _debian("chromium"), ("browser",)),

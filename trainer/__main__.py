@@ -12,6 +12,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from pydantic import ValidationError
+
 from contracts.errors import TriplaneError, describe
 from trainer.agent import run_ranks, sign_in, tell_agent
 from trainer.alone import Plan, prepare
@@ -21,6 +23,7 @@ from trainer.lifetime import end_with_parent
 from trainer.metrics import Watcher
 from trainer.nodes import this_node
 from trainer.starters import run_started
+from trainer.watchers import WatchedRun
 
 EXAMPLE = """\
 example of a job (JSON or YAML; references are those of committed artifacts):
@@ -55,7 +58,14 @@ def main(arguments: list[str] | None = None) -> int:
     source.add_argument("--job", metavar="JOB", help="file with the job, or the job itself as JSON")
     source.add_argument("--config", metavar="FILE", help="YAML file with the job")
     source.add_argument("--train", metavar="FILE", help="YAML file of a run on Parquet files; see docs/training.md")
+    parser.add_argument(
+        "--watch",
+        metavar="JSON",
+        help="where metrics of a job go, too: watch, as in the file of --train; output, a folder; name, of the run",
+    )
     options = parser.parse_args(arguments)
+    if options.watch and options.train:
+        parser.error("--watch is for --job and --config: a file of --train has its own")
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _stop)
     try:
@@ -65,6 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
         job = plan.job if plan else read_job(source)
         if "WORLD_SIZE" not in os.environ and (job.ranks > 1 or job.starter != "agent"):
             own = ["--job", source] if source else ["--train", options.train]
+            own += ["--watch", options.watch] if options.watch else []
             _check_starter(job)
             if job.starter == "agent":
                 run_ranks(job.ranks, own)
@@ -72,7 +83,7 @@ def main(arguments: list[str] | None = None) -> int:
                 print(run_started(job.starter, job.ranks, own), flush=True)
             return 0
         sign_in()
-        result = _run(job, plan)
+        result = _run(job, plan, plan.watched if plan else _watched(options.watch))
     except TriplaneError as error:
         return _failed(error)
     except OSError as error:
@@ -81,6 +92,16 @@ def main(arguments: list[str] | None = None) -> int:
     if result is not None:
         print(json.dumps(result), flush=True)
     return 0
+
+
+def _watched(text: str | None) -> WatchedRun | None:
+    """The run that --watch describes. Raises TrainingConfigError."""
+    try:
+        return WatchedRun.model_validate_json(text) if text else None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise TrainingConfigError(f"--watch: {where or 'JSON'}: {first['msg']}") from None
 
 
 def _check_starter(job: SftJob | RlJob) -> None:
@@ -106,7 +127,7 @@ def _tell(reason: str) -> None:
         print(f"{LAST_WORDS}{reason}", file=sys.stderr)
 
 
-def _run(job: SftJob | RlJob, plan: Plan | None = None) -> dict[str, Any] | None:
+def _run(job: SftJob | RlJob, plan: Plan | None, watched: WatchedRun | None) -> dict[str, Any] | None:
     # OpenMP reads this when torch loads it: under other load, threads that busy-wait for each other make a step ten
     # times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -121,7 +142,7 @@ def _run(job: SftJob | RlJob, plan: Plan | None = None) -> dict[str, Any] | None
     if int(os.environ.get("RANK", "0")):
         run_job(job)
         return None
-    own: AbstractContextManager[list[Watcher]] = plan.watchers() if plan else nullcontext([])
+    own: AbstractContextManager[list[Watcher]] = watched.watchers(job.key) if watched else nullcontext([])
     with open_pipes() as context, console_watcher(job) as console, own as others:
         watchers = [console, *others]
         if context is not None:

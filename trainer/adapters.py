@@ -27,7 +27,7 @@ from contracts.adapters import (
     factor_shapes,
 )
 from contracts.artifacts import Artifact, ArtifactRef
-from trainer.errors import TrainingConfigError, TrainingDataError
+from trainer.errors import TrainingDataError
 from trainer.parameters import PLAIN, Buffer, Parameters
 from trainer.tensors import read_tensor
 
@@ -129,17 +129,6 @@ def adapter_tensors(factors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
         singles = exported_factors(name, tuple(factor.shape))
         tensors |= dict(zip(singles, factor if factor.dim() == 3 else [factor], strict=True))
     return tensors
-
-
-def require_same_adapter(found: Adapter | None, wanted: Adapter | None, checkpoint: ArtifactRef) -> None:
-    """Raise TrainingConfigError unless training continues the checkpoint's adapter, or begins one on a plain base."""
-    if found is None or found == wanted:
-        return
-    said = f"rank {found.rank}, alpha {found.alpha:g}, targets {', '.join(found.targets)}"
-    raise TrainingConfigError(
-        f"{wanted or 'no adapter'} is to be trained, but checkpoint {checkpoint.short} has an adapter of {said}: set"
-        " trainer.lora to these values, or start from a checkpoint without an adapter"
-    )
 
 
 def require_same_factors(found: Mapping[str, Tensor], saved: Mapping[str, Tensor], checkpoint: ArtifactRef) -> None:

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -21,17 +19,17 @@ from pydantic import Field, TypeAdapter, ValidationError
 from contracts.artifacts import ArtifactRef, find_artifact, open_artifact
 from contracts.digests import digest_of
 from contracts.errors import describe
+from contracts.owned import remove
 from contracts.store import Store, open_store
 from contracts.yaml_text import load_yaml
 from trainer.config import RL_VERSION, SFT_VERSION, Device, MixtureSource, RlConfig, RlJob, SftConfig, SftJob
 from trainer.errors import TrainingConfigError, TrainingError
-from trainer.metrics import Watcher
 from trainer.model_config import ModelConfig
 from trainer.precision import DEFAULT, Precision
 from trainer.settings import Settings
-from trainer.watchers import WatchConfig, open_watchers
+from trainer.watchers import WatchConfig, WatchedRun
 
-RESULT = "result.json"
+RESULT, METRICS = "result.json", "metrics.jsonl"
 
 
 class Data(Settings):
@@ -101,26 +99,34 @@ class Plan:
     output: Path
     watch: WatchConfig
 
-    @contextmanager
-    def watchers(self) -> Iterator[list[Watcher]]:
-        """The run's watchers."""
-        with open_watchers(self.watch, self.output, self.output.name, self.job.key) as found:
-            yield found
+    @property
+    def watched(self) -> WatchedRun:
+        """Where its metrics go."""
+        return WatchedRun(watch=self.watch, output=self.output, name=self.output.name)
 
     def finish(self, result: dict[str, Any]) -> None:
-        """Copy the checkpoint's files to the output folder and write `result.json`."""
+        """Replace the output's checkpoint and metrics by the job's, and write `result.json`.
+
+        After a kill there is no `result.json`, and the next call completes the output.
+        """
         store = open_store(self.job.store)
         checkpoint = open_artifact(store, ArtifactRef(**result["checkpoint"]))
-        folder = self.output / "checkpoint"
-        folder.mkdir(exist_ok=True)
+        folder, fresh, earlier = (self.output / name for name in ("checkpoint", ".checkpoint.part", ".checkpoint.old"))
+        remove(fresh)
         for name in checkpoint.names():
-            target = self.output / name if name == "metrics.jsonl" else folder / name
-            fresh = target.with_name(f".{target.name}.part")
-            shutil.copyfile(checkpoint.path(name), fresh)
-            fresh.replace(target)
-        fresh = self.output / f".{RESULT}.part"
-        fresh.write_text(json.dumps(result, indent=1))
-        fresh.replace(self.output / RESULT)
+            target = fresh / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(checkpoint.path(name), target)
+        (self.output / RESULT).unlink(missing_ok=True)
+        (fresh / METRICS).replace(self.output / METRICS)
+        remove(earlier)
+        if folder.exists():
+            folder.rename(earlier)
+        fresh.rename(folder)
+        remove(earlier)
+        part = self.output / f".{RESULT}.part"
+        part.write_text(json.dumps(result, indent=1))
+        part.replace(self.output / RESULT)
 
 
 def read_file(path: Path) -> SftFile | RlFile:

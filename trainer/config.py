@@ -78,6 +78,13 @@ class _Growing(Settings):
         return values
 
 
+def _refuse_without_schedule(schedule: str, **given: float | None) -> None:
+    """Raise ValueError for a setting of falling schedules that a constant one ignores."""
+    for name, value in given.items():
+        if schedule == "constant" and value:
+            raise ValueError(f"{name}={value} has no effect with schedule constant: set schedule, or leave it out")
+
+
 class SftConfig(_Growing):
     """Supervised warm start. It stops by a criterion, not by time; see `expected_solve`."""
 
@@ -132,7 +139,9 @@ class SftConfig(_Growing):
     cut tokens at the begin or at the end, last_turns keeps the prompt and the last turns that fit.
     """
     trained_roles: tuple[TrainedRole, ...] = Field(default=("policy",), min_length=1)
-    """Roles of the tokens that are learned: policy, environment, prompt, forced (by a grammar)."""
+    """Roles of the tokens that are learned: policy, environment, prompt, forced (by a grammar). Validation scores the
+    policy's tokens, or these if no clean demonstration has any of the policy.
+    """
 
     LATER = (
         "router_z",
@@ -143,6 +152,11 @@ class SftConfig(_Growing):
         "truncation",
         "trained_roles",
     )
+
+    @model_validator(mode="after")
+    def _schedule_falls(self) -> Self:
+        _refuse_without_schedule(self.schedule, final_rate=self.final_rate)
+        return self
 
     def of_experts(self) -> dict[str, object]:
         """Settings that only a mixture of experts has, by name."""
@@ -210,7 +224,7 @@ class RlConfig(_Growing):
     """Optimizer steps, of all iterations, over which the learning rate rises linearly."""
     schedule_steps: int | None = Field(default=None, ge=1)
     """Optimizer steps, of all iterations, after which the rate is `learning_rate * final_rate`; above `warmup_steps`.
-    Needed unless `schedule` is constant.
+    Needed unless `schedule` is constant, and refused if it is.
     """
     final_rate: float = Field(default=0.0, ge=0, le=1)
     """Part of the learning rate that a falling schedule leaves."""
@@ -234,6 +248,7 @@ class RlConfig(_Growing):
 
     @model_validator(mode="after")
     def _schedule_has_an_end(self) -> Self:
+        _refuse_without_schedule(self.schedule, schedule_steps=self.schedule_steps, final_rate=self.final_rate)
         if self.schedule != "constant" and self.schedule_steps is None:
             raise ValueError(
                 f"schedule {self.schedule} needs schedule_steps: set it to iterations * optimizer_steps, or use"
@@ -358,7 +373,7 @@ class _Job(BackendConfig, Frozen):
     ranks: int = Field(default=1, ge=1, le=1024)
     """Processes that share every batch. The count changes the resulting bits."""
     rank_timeout_s: float = Field(default=45.0, gt=0, le=604_800)
-    """Longest time that a rank waits for another one, which may be writing a snapshot, in seconds."""
+    """Longest time that a rank waits for an answer of another one, in seconds."""
 
     @model_validator(mode="after")
     def _check_expert_ranks(self) -> Self:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -29,7 +31,8 @@ def read_demonstrations(
     longest = longest or job.model.max_positions
     shares = [(main, 1.0), *((open_artifact(store, each.demonstrations), each.weight) for each in job.mixture)]
     tokens = sum(count_tokens(artifact.path(_TRAIN)) for artifact, _ in shares)
-    reader = _reader(job, vocabulary, longest, f"{main.ref.uri}/{_TRAIN}", tokens, store)
+    trained = tuple(TokenRole[role.upper()] for role in job.config.trained_roles)
+    reader = _reader(job, trained, vocabulary, longest, f"{main.ref.uri}/{_TRAIN}", tokens, store)
     sources = []
     for number, (artifact, weight) in enumerate(shares):
         if number:
@@ -42,7 +45,9 @@ def read_demonstrations(
             raise TrainingDataError(
                 f"{artifact.ref.uri} has no demonstrations to train on: leave it out of the mixture"
             )
-    validation = _validation(job, main, store, vocabulary, longest)
+    validation = _validation(job, main, (TokenRole.POLICY,), store, vocabulary, longest)
+    if not validation:  # texts without a policy
+        validation = _validation(job, main, trained, store, vocabulary, longest)
     if not sources[0].count or not validation:
         raise TrainingDataError(
             f"{main.ref.uri} has {sources[0].count} demonstrations and {len(validation)} clean validation ones: both"
@@ -51,18 +56,27 @@ def read_demonstrations(
     return reader.finish(), sources, validation
 
 
-def _reader(job: SftJob, vocabulary: int, longest: int, what: str, tokens: int, store: Store) -> RowsReader:
-    roles = [TokenRole[role.upper()] for role in job.config.trained_roles]
+def _reader(
+    job: SftJob, roles: Sequence[TokenRole], vocabulary: int, longest: int, what: str, tokens: int, store: Store
+) -> RowsReader:
     return RowsReader(what, vocabulary, longest, tokens, store.scratch, job.config.truncation, sorted(set(roles)))
 
 
-def _validation(job: SftJob, main: Artifact, store: Store, vocabulary: int, longest: int) -> list[ScoredSequence]:
-    """The first `evaluation_episodes` clean rows for validation."""
+def _validation(
+    job: SftJob, main: Artifact, roles: Sequence[TokenRole], store: Store, vocabulary: int, longest: int
+) -> list[ScoredSequence]:
+    """The first `evaluation_episodes` clean rows for validation. roles: of the tokens that are scored. If others are
+    trained, rows without any of them are left out.
+    """
     count, what = job.config.evaluation_episodes, f"{main.ref.uri}/{_VALIDATION}"
-    reader = _reader(job, vocabulary, longest, what, count_tokens(main.path(_VALIDATION)), store)
+    reader = _reader(job, roles, vocabulary, longest, what, count_tokens(main.path(_VALIDATION)), store)
+    others = set(job.config.trained_roles) != {role.name.lower() for role in roles}
     for batch in main.batches(_VALIDATION, [*_COLUMNS, "clean"]):
-        clean = pa.Table.from_batches([batch]).filter(pc.field("clean")).combine_chunks()
-        for each in clean.slice(0, count - reader.seen).to_batches():
+        clean = pa.Table.from_batches([batch]).filter(pc.field("clean"))
+        if others:
+            found = [not set(roles).isdisjoint((row or ())[1:]) for row in clean.column("token_role").to_pylist()]
+            clean = clean.filter(pa.array(found, pa.bool_()))
+        for each in clean.combine_chunks().slice(0, count - reader.seen).to_batches():
             reader.add(each)
         if reader.seen >= count:
             break

@@ -137,6 +137,15 @@ class Parameters:
             dequantize_into(buffer.leaf, buffer.codes, buffer.scales)
             buffer.master.copy_(buffer.leaf)
 
+    def codes(self) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """(name, codes, scales) of every quantized parameter, [..., rows, columns] each."""
+        for buffer in self.buffers:
+            if buffer.codes is None or buffer.scales is None:
+                continue
+            for name, (start, end, shape) in buffer.spans.items():
+                scales = buffer.scales[start:end]
+                yield name, buffer.view(buffer.codes, name), scales.view(*shape[:-2], *scales.shape[-2:])
+
     def masters(self) -> Iterator[tuple[str, Tensor]]:
         """(name, float32 master) of every parameter."""
         for buffer in self.buffers:

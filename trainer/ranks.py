@@ -6,6 +6,7 @@ A process is a rank if `WORLD_SIZE` is above 1: `trainer.agent` sets it, or `tor
 
 from __future__ import annotations
 
+import heapq
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -48,6 +49,17 @@ class Ranks:
     def share(self, items: Sequence[_Item]) -> list[_Item]:
         """This rank's part of `items`; may be empty."""
         return list(items[self.rank :: self.count])
+
+    def deal(self, sizes: Sequence[int]) -> list[int]:
+        """Rank of each item, the same on all ranks: in order, the one with the least so far. A rank gets at most its
+        share and the largest item more.
+        """
+        heap, owners = [(0, rank) for rank in range(self.count)], []
+        for size in sizes:
+            held, rank = heap[0]
+            heapq.heapreplace(heap, (held + size, rank))
+            owners.append(rank)
+        return owners
 
     def add(self, *tensors: Tensor) -> None:
         """Replace each tensor, in place, by its sum over all ranks. Raises RanksLost."""

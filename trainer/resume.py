@@ -12,7 +12,8 @@ from torch import Tensor
 from contracts.adapters import Adapter, read_adapter
 from contracts.artifacts import Artifact, ArtifactRef
 from contracts.precision import exported_forward
-from trainer.adapters import adapt, draw_factors, read_factors, require_same_adapter, require_same_factors
+from trainer.adapters import adapt, draw_factors, read_factors, require_same_factors
+from trainer.continuing import require_same_adapter
 from trainer.critic import PREFIX as CRITIC
 from trainer.errors import TrainingConfigError, TrainingDataError
 from trainer.export import load_checkpoint

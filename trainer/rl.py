@@ -31,16 +31,16 @@ from trainer.algorithms.ppo import Ppo
 from trainer.backends.base import AdamWRule, Backend
 from trainer.backends.choose import continue_backend
 from trainer.config import RL_VERSION, RlConfig, RlJob
+from trainer.continuing import require_precision
 from trainer.critic import Critic
 from trainer.data import Parts, ScoredSequence, cut_by_lengths, lengths_of, scored_of, shuffled
-from trainer.errors import OffPolicyRefused, TrainingConfigError, TrainingDiverged
+from trainer.errors import OffPolicyRefused, TrainingDiverged
 from trainer.experience import Experience, read_experience
 from trainer.flat import Ragged, Repeated
 from trainer.losses import balance_loss, first_not_finite, policy_loss, value_loss, z_loss
 from trainer.metrics import Metrics, Watcher
 from trainer.mismatch import mismatch_metrics
 from trainer.model import Batch, Routing, Scores
-from trainer.precision import precision_of
 from trainer.publishing import publish_result
 from trainer.ranks import ALONE, Ranks
 from trainer.result import TrainResult
@@ -74,7 +74,7 @@ def train_rl(job: RlJob, store: Store, watchers: Iterable[Watcher] = (), ranks: 
     begin, dataset = open_artifact(store, job.checkpoint), open_artifact(store, job.dataset)
     saved = open_artifact(store, job.trainer_state)
     model = check_checkpoint(begin.directory())
-    _require_precision(job, model, begin)
+    require_precision(begin, model, job.config.precision)
     require_experts(model, job.config.of_experts())
     rule = AdamWRule(job.config.beta1, job.config.beta2, job.config.weight_decay)
     with open_snapshots(job, store, ranks) as snapshots:
@@ -90,16 +90,6 @@ def train_rl(job: RlJob, store: Store, watchers: Iterable[Watcher] = (), ranks: 
         if ranks.leads:
             snapshots.clear()
     return result
-
-
-def _require_precision(job: RlJob, config: Mapping[str, Any], start: Artifact) -> None:
-    """Raise TrainingConfigError unless the starting checkpoint, which sampled the dataset, is of the job's recipe."""
-    found, wanted = precision_of(config), job.config.precision
-    if found != wanted:
-        raise TrainingConfigError(
-            f"trainer.precision is {wanted.model_dump()}, but checkpoint {start.ref.short} is made by"
-            f" {found.model_dump()}: set trainer.precision to that, or make a base policy by the new one"
-        )
 
 
 def _open_critic(config: RlConfig, model: Mapping[str, Any], state: TrainerState) -> Critic | None:

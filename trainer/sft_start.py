@@ -8,17 +8,19 @@ from typing import Any
 from contracts.adapters import Adapter
 from contracts.artifacts import Artifact, open_artifact
 from contracts.chat import ChatTokenizer
+from contracts.checkpoints import check_checkpoint
 from contracts.store import Store
-from trainer.adapters import AdaptedBase, AdaptedParameters
+from trainer.adapters import AdaptedBase
 from trainer.backends.base import Backend, Rule
-from trainer.backends.choose import open_backend
+from trainer.backends.choose import open_backend, open_masters
 from trainer.backends.torch import TorchBackend
 from trainer.config import BackendConfig, SftJob
 from trainer.errors import TrainingConfigError
-from trainer.parameters import Parameters, draw_masters
+from trainer.export import load_checkpoint
+from trainer.parameters import draw_masters
 from trainer.precision import precision_of, with_precision
 from trainer.ranks import Ranks
-from trainer.resume import open_parameters, with_masters
+from trainer.resume import open_parameters, require_adaptable, with_masters
 from trainer.state import TrainerState
 
 _TOKENIZER = "tokenizer.json"
@@ -38,20 +40,29 @@ class SftStart:
     """What is trained in place of the weights."""
     begin: Artifact | None = None
     """Checkpoint that the job starts from; None for a fresh model."""
-    given: Parameters | None = None
-    """Its weights."""
+    saved: Artifact | None = None
+    """Its trainer state."""
 
     def backend(self, snapshot: TrainerState | None, rule: Rule, ranks: Ranks, store: Store) -> Backend:
-        """Backend with the weights of the snapshot to resume from, or of the begin; its optimizer is fresh."""
-        if self.given is None or self.kind.backend != "torch":
-            given = dict(self.given.masters()) if self.given else None
-            masters = snapshot.masters if snapshot else given or draw_masters(self.model, self.seed)
-            base = AdaptedBase(self.begin, self.adapter) if self.begin and self.adapter else None
-            return open_backend(self.kind, self.model, masters, rule, ranks, store, base)
+        """Backend with the weights of the snapshot to resume from, or of the begin; its optimizer is fresh. Every rank
+        must call this. Raises TrainingConfigError, TrainingDataError.
+        """
+        begin, saved, adapter = self.begin, self.saved, self.adapter
+        if begin is None or saved is None:
+            masters = snapshot.masters if snapshot else draw_masters(self.model, self.seed)
+            return open_backend(self.kind, self.model, masters, rule, ranks, store)
+        if self.kind.backend == "torch":
+            if snapshot is None:
+                parameters, _ = open_parameters(begin, saved, adapter, self.seed)
+            else:
+                parameters = with_masters(load_checkpoint(begin.directory()), adapter, snapshot)
+            return TorchBackend(parameters, rule, ranks)
         if snapshot is None:
-            return TorchBackend(self.given, rule, ranks)
-        whole = self.given.base if isinstance(self.given, AdaptedParameters) else self.given
-        return TorchBackend(with_masters(whole, self.adapter, snapshot), rule, ranks)
+            found, _ = open_masters(self.kind, begin, saved, self.model, adapter, self.seed, ranks)
+        else:
+            found = snapshot.masters
+        base = AdaptedBase(begin, adapter) if adapter is not None else None
+        return open_backend(self.kind, self.model, found, rule, ranks, store, base)
 
 
 def read_start(job: SftJob, store: Store, tokenizer: Artifact) -> SftStart:
@@ -66,11 +77,11 @@ def read_start(job: SftJob, store: Store, tokenizer: Artifact) -> SftStart:
             f"job field tokenizer {job.tokenizer.short} is not the tokenizer of checkpoint {begin.ref.short}: encode"
             " the demonstrations with the checkpoint's own"
         )
-    adapter = job.lora.adapter if job.lora else None
-    parameters, _ = open_parameters(begin, open_artifact(store, job.trainer_state), adapter, job.seed)
-    if precision_of(parameters.config) != job.precision:
+    adapter, model = job.lora.adapter if job.lora else None, check_checkpoint(begin.directory())
+    require_adaptable(begin, model, adapter)
+    if precision_of(model) != job.precision:
         raise TrainingConfigError(
             f"job field precision is {job.precision.kind}, but checkpoint {begin.ref.short} is made by"
-            f" {precision_of(parameters.config)}: set precision to that"
+            f" {precision_of(model)}: set precision to that"
         )
-    return SftStart(parameters.config, job.seed, job, adapter, begin, parameters)
+    return SftStart(model, job.seed, job, adapter, begin, open_artifact(store, job.trainer_state))

@@ -25,6 +25,7 @@ from trainer.config import SNAPSHOT, SNAPSHOT_JOB
 from trainer.errors import SnapshotRefused, TrainingStopped
 from trainer.ranks import ALONE, Ranks
 from trainer.state import TrainerState, commit_state, follow_state, load_state
+from trainer.together import together
 
 STOP_S = 4.0
 """Seconds that a job which was asked to stop waits for the snapshot that is being written."""
@@ -92,9 +93,13 @@ class Snapshots:
     def save(self, state: TrainerState, step: int) -> None:
         """Commit a copy of `state` in the background, then remove earlier snapshots. Every rank must call this.
 
-        Waits for the snapshot before. Raises its error, if it had one.
+        Waits for the snapshot before, on all ranks. Raises its error, if it had one.
         """
-        self.wait()
+        if state.staged is None:  # rank 0 alone writes
+            with together(self._ranks):
+                self.wait()
+        else:
+            self.wait()
         if self._ranks.leads:
             out = ArtifactWriter(
                 self._store,

@@ -15,6 +15,7 @@ from typing import Any, TextIO
 
 from pydantic import Field
 
+from contracts.errors import describe
 from trainer.errors import TrainingConfigError
 from trainer.metrics import Record, Watcher
 from trainer.settings import Settings
@@ -49,12 +50,32 @@ class WatchConfig(Settings):
     """None: no run of MLflow."""
 
 
+class WatchedRun(Settings):
+    """A run whose metrics go elsewhere, too."""
+
+    watch: WatchConfig
+    output: Path
+    """Folder of the files."""
+    name: str
+    """Name of the run."""
+
+    @contextmanager
+    def watchers(self, key: str) -> Iterator[list[Watcher]]:
+        """The run's watchers. key: the job's, which a resumed run keeps. Raises TrainingConfigError."""
+        with open_watchers(self.watch, self.output, self.name, key) as found:
+            yield found
+
+
 @contextmanager
 def open_watchers(config: WatchConfig, output: Path, name: str, key: str) -> Iterator[list[Watcher]]:
     """The watchers that `config` names, closed at the end. name: of the run. key: the job's, which a resumed run keeps.
 
-    Raises TrainingConfigError if a package is not installed.
+    Raises TrainingConfigError if a package is not installed or `output` can't be made.
     """
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise TrainingConfigError(f"the folder of metrics can't be made: {describe(error)}") from None
     with ExitStack() as stack:
         watchers = [stack.enter_context(jsonl_watcher(output / "metrics.jsonl"))]
         if config.tensorboard:

@@ -108,10 +108,13 @@ def message(context: dg.RunFailureSensorContext) -> dict[str, Any]:
     causes = [(error.cause or error).message for error in errors if error is not None]
     error = " ".join((causes[0] if causes else _end_of(context)).split())[:_MAX_TEXT]
     partition = run.tags.get("dagster/partition")
+    selected = run.asset_selection or ()  # of a run from an asset's page or a backfill, which has no tag of ours
+    experiment = run.tags.get(EXPERIMENT_TAG) or next((key.path[0] for key in selected), None)
+    what = f"assets of {experiment}" if experiment and run.job_name.startswith("__") else run.job_name
     return {
-        "text": f"{run.job_name}{f' {partition}' if partition else ''} failed: {error}",
+        "text": f"{what}{f' {partition}' if partition else ''} failed: {error}",
         "job": run.job_name,
-        "experiment": run.tags.get(EXPERIMENT_TAG),
+        "experiment": experiment,
         "partition": partition,
         "run_id": run.run_id,
         "error": error,

@@ -9,9 +9,9 @@ import asyncio
 import dataclasses
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from contracts.artifacts import Frozen
 from contracts.final_states import AnswerState, DatabaseState, DiffState, RequestsState, answer_bytes
@@ -44,11 +44,16 @@ RESTORED = "conftest_passes"
 """Cheat whose change is undone before the tests run."""
 
 
+def _escaped(text: str) -> str:
+    """The text with escapes for what UTF-8 can't express: names of broken tasks come from sources as they are."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 class BrokenTask(Frozen):
     """Task left out of the suite, with the reason."""
 
-    task_id: str
-    reason: str
+    task_id: Annotated[str, AfterValidator(_escaped)]
+    reason: Annotated[str, AfterValidator(_escaped)]
 
 
 class CheatResult(Frozen):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Awaitable, Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -62,7 +62,8 @@ class Pool(Generic[T]):
         self._specs: dict[_Key, BoxSpec] = {}
         self._seen: deque[Hashable] = deque(maxlen=4 * _MOST_KEYS)
         self._starting: Counter[_Key] = Counter()
-        self._waiters: defaultdict[_Key, deque[asyncio.Future[T | None]]] = defaultdict(deque)
+        self._waiters: dict[_Key, deque[asyncio.Future[T | None]]] = {}
+        """Only of keys whose boxes are being started."""
         self._starts: dict[object, _Key] = {}
         self._stale: set[object] = set()
         """Pending starts of boxes whose template has been removed."""
@@ -94,9 +95,9 @@ class Pool(Generic[T]):
     async def under_way(self, spec: BoxSpec) -> T | None:
         """Wait for a box for this spec that is being started; None if all have other waiters or the start fails."""
         key = _key(spec)
-        waiters = self._waiters[key]
-        if self._starting[key] <= len(waiters):
+        if self._starting[key] <= len(self._waiters.get(key, ())):
             return None
+        waiters = self._waiters.setdefault(key, deque())
         waiter: asyncio.Future[T | None] = asyncio.get_running_loop().create_future()
         waiters.append(waiter)
         try:
@@ -176,6 +177,9 @@ class Pool(Generic[T]):
             del self._starts[start]
             self._stale.discard(start)
             waiter = self._waiter(key)
+            if not self._starting[key]:
+                del self._starting[key]
+                self._waiters.pop(key, None)
             if waiter is not None:
                 waiter.set_result(box)
         if waiter is None and await self._keep(key, box) and self._warm is not None:
@@ -187,7 +191,7 @@ class Pool(Generic[T]):
                 # else a caller has taken the box, and sees that it ended or has ended it
 
     def _waiter(self, key: _Key) -> asyncio.Future[T | None] | None:
-        waiters = self._waiters[key]
+        waiters = self._waiters.get(key)
         while waiters:
             if not (waiter := waiters.popleft()).done():
                 return waiter

@@ -187,7 +187,8 @@ class Member(OperationsClient):
             reply = await self._health.Check(health_pb2.HealthCheckRequest(), timeout=PROBE_S)
         except grpc.aio.AioRpcError as error:
             self.leave_out(f"it does not answer ({error.details() or error.code().name})")
-            self._open_ids.clear()
+            if error.code() is grpc.StatusCode.UNAVAILABLE:  # else it may only be slow: its sandboxes live on
+                self._open_ids.clear()
             return False
         if reply.status != health_pb2.HealthCheckResponse.SERVING:
             self._drains("it is draining or still starting")

@@ -17,13 +17,13 @@ from typing import Any, NoReturn, TypeVar
 
 from envd.errors import SandboxGone
 from envd.guest.escape import Escape
-from envd.guest.protocol import HEAD, MAX_FRAME, Answer, Ask, ProtocolError
+from envd.guest.protocol import CHUNK, HEAD, MAX_FRAME, Answer, Ask, ProtocolError
 from envd.guest.waiting import MAX_WORDS, Waiting, fail, read_error, wake
 
 T = TypeVar("T")
 _MAX_OUTSTANDING = 4096
-_MAX_QUEUED = 256
-"""Parts of a watch that wait for their reader; more are dropped."""
+_MAX_QUEUED, _MAX_QUEUED_BYTES = 256, 4 * CHUNK
+"""Parts of a watch that wait for their reader, and their bytes; more are dropped."""
 _LATE = 16 * 1024 * 1024
 """Bytes of answer that may be under way when an ask is cancelled."""
 _SMALL = 4 * MAX_WORDS
@@ -112,7 +112,7 @@ class Channel(asyncio.Protocol):
 
     def open_stream(self, kind: Ask, fields: bytes) -> tuple[int, Waiting]:
         """Ask for what answers by parts without end; read them by `next_part`, end it by `close_stream`."""
-        identity, waiting = self._open(len(fields), 0, float("inf"), None, None)
+        identity, waiting = self._open(len(fields), CHUNK, float("inf"), None, None)
         waiting.queue = deque()
         self._send(kind, fields, identity, waiting)
         return identity, waiting
@@ -132,7 +132,9 @@ class Channel(asyncio.Protocol):
                 raise OSError(32, os.strerror(32))
             waiting.wake = self._loop.create_future()
             await waiting.wake
-        return waiting.queue.popleft()
+        part = waiting.queue.popleft()
+        waiting.queued -= len(part)
+        return part
 
     def close_stream(self, identity: int) -> None:
         """End what `open_stream` began."""
@@ -338,8 +340,9 @@ class Channel(asyncio.Protocol):
         elif kind == _PART and waiting.queue is not None:
             if len(body) > waiting.bound:
                 raise ProtocolError("a part exceeds the maximum size")
-            if len(waiting.queue) < _MAX_QUEUED:
+            if len(waiting.queue) < _MAX_QUEUED and waiting.queued + len(body) <= _MAX_QUEUED_BYTES:
                 waiting.queue.append(body)
+                waiting.queued += len(body)
             else:
                 waiting.lost = True
             wake(waiting)

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from envd.guest import results
 from envd.guest.channel import Channel
 from envd.guest.file_asks import FileAsks
-from envd.guest.protocol import CHUNK, VERSION, Ask, Reader, Writer
+from envd.guest.protocol import CHUNK, MAX_FRAME, VERSION, Ask, Reader, Writer
 from envd.guest.results import (
     Change,
     ChangeKind,
@@ -163,12 +163,12 @@ class GuestLink(FileAsks):
     async def wait(self, process: int, *, wait_s: float = 0.0) -> ProcessState:
         """The state of a process once it has ended, or after wait_s."""
         fields = Writer().u32(process).u32(milliseconds(wait_s))
-        body = await self._channel.ask(Ask.WAIT, fields.body(), bound=CHUNK, wait_s=wait_s)
+        body = await self._channel.ask(Ask.WAIT, fields.body(), bound=MAX_FRAME, wait_s=wait_s)
         return self._channel.parsed(results.only_state, body)
 
     async def processes(self) -> list[ProcessState]:
         """All that `start` started and the guest still knows."""
-        return self._channel.parsed(results.states, await self._channel.ask(Ask.PROCESSES, b"", bound=4 * CHUNK))
+        return self._channel.parsed(results.states, await self._channel.ask(Ask.PROCESSES, b"", bound=MAX_FRAME))
 
     async def stdin(self, process: int, data: bytes) -> int:
         """Write to a process's standard input; returns how much it took, 0 while its pipe is full."""

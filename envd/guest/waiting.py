@@ -15,7 +15,7 @@ MAX_WORDS = 4096
 class Waiting:
     """An ask that is not answered yet."""
 
-    __slots__ = ("bound", "due", "future", "lost", "parts", "queue", "sent", "wake")
+    __slots__ = ("bound", "due", "future", "lost", "parts", "queue", "queued", "sent", "wake")
 
     def __init__(self, future: asyncio.Future[bytes], bound: int, due: float, parts: list[bytes] | None) -> None:
         self.future = future
@@ -24,6 +24,8 @@ class Waiting:
         self.due = due
         self.parts = parts
         self.queue: deque[bytes] | None = None
+        self.queued = 0
+        """Bytes of the queue."""
         self.wake: asyncio.Future[None] | None = None
         self.lost = False
         """Parts were dropped: nobody read them."""

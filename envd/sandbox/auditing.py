@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Any
 
 from envd.sandbox.python_inside import system_directories
+from envd.sandbox.review import MOST_FILES
 
 _DIRECT = {
     "sys._getframe": "frames:sys._getframe",
@@ -50,23 +51,25 @@ _THROUGH = {
 _LOOKERS = ("inspect.py", "linecache.py", "ctypes/__init__.py")
 _INTERNALS = ("_pytest", "pytest", "pluggy")
 _MOST_FRAMES = 60
-_MOST_FILES = 256
 
 
 class _Sources:
-    """Lines of the changed files, and which of these lines the template has in any of the same files."""
+    """Lines of the changed files, and which of these lines the template has in any of the same files.
+
+    Only of Python files, and of no more than are reviewed; all lines of other changed files count as added.
+    """
 
     def __init__(self, root: Path, template: Path, changed: Collection[str]) -> None:
-        self.files: dict[str, tuple[list[bytes], frozenset[bytes]]] = {}
-        paths = [each for each in sorted(changed) if each.endswith(".py")][:_MOST_FILES]
-        before = frozenset(line for path in paths for line in _lines(template / path))
-        for path in paths:
-            self.files[str(root / path)] = (_lines(root / path), before)
+        paths = [each for each in sorted(changed) if each.endswith(".py")][:MOST_FILES]
+        self._before = frozenset(line for path in paths for line in _lines(template / path))
+        self.files = {str(root / path): list[bytes]() for path in changed} | {
+            str(root / path): _lines(root / path) for path in paths
+        }
 
     def brought(self, file: str, line: int) -> bool:
         """Whether the diff added this line."""
-        lines, before = self.files[file]
-        return not (0 < line <= len(lines) and lines[line - 1] in before)
+        lines = self.files[file]
+        return not (0 < line <= len(lines) and lines[line - 1] in self._before)
 
 
 def _lines(path: Path) -> list[bytes]:

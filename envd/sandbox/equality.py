@@ -1,18 +1,22 @@
 """Detect objects that equal everything when a test compares them.
 
 Installed once into pytest's assertion rewriting and unittest's assertions. Before `assert a == b` compares, both sides
-(and the elements of lists, tuples, sets and dictionaries) are compared with an object that equals nothing. The
-assertion and its message do not change.
+(and the elements of lists, tuples, sets and dictionaries) are compared with an object that equals nothing, and with
+objects like the other side that hold something else. The assertion and its message do not change.
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import os
 import sys
 import unittest
 from collections.abc import Callable, Iterable
+from datetime import date, datetime, timedelta
+from decimal import Decimal
 from itertools import islice
+from types import MemberDescriptorType
 from typing import Any
 
 from _pytest.assertion import rewrite
@@ -22,6 +26,9 @@ from envd.sandbox.origin import Origin
 _PLAIN = frozenset({int, str, float, bytes, bool, complex, type(None), type, range, slice})
 _CONTAINERS = (list, tuple, set, frozenset, dict)
 _MOST_ELEMENTS, _MOST_DEPTH = 256, 3
+_COPIES = 9
+_HEAP = 1 << 9
+"""Flag of types that Python code defines."""
 _GUARD = "_envd_guard"
 _ASKED = (ast.Eq, ast.In)
 _UNITTEST = (
@@ -56,6 +63,11 @@ _LIKE: dict[type, list[Any]] = {
     tuple: [(number,) for number in _NUMBERS[:8]],
     dict: [{number: number} for number in _NUMBERS[:8]],
     set: [{number} for number in _NUMBERS[:8]],
+    complex: [complex(number) for number in _NUMBERS[:8]],
+    Decimal: [Decimal(number) for number in _NUMBERS[:8]],
+    timedelta: [timedelta(number % 999_983) for number in _NUMBERS[:8]],
+    date: [date(1, 1, 1) + timedelta(number % 999_983) for number in _NUMBERS[:8]],
+    datetime: [datetime(1, 1, 1) + timedelta(number % 999_983) for number in _NUMBERS[:8]],
 }
 _armed: list[tuple[Origin, Callable[[str], None]]] = []
 
@@ -66,9 +78,77 @@ def arm(origin: Origin, report: Callable[[str], None]) -> None:
 
 
 def always_equal(found: Any, other: Any = None) -> bool:
-    """Whether an object equals an object that equals nothing, or all of many random values of `other`'s type."""
+    """Whether an object equals an object that equals nothing, or all of many random values of `other`'s type, or a copy
+    of `other` with other attributes.
+    """
     probes: list[Any] = _LIKE.get(type(other), [])
-    return _equals(found, _Fresh()) or (bool(probes) and all(_equals(found, probe) for probe in probes))
+    return (
+        _equals(found, _Fresh())
+        or (bool(probes) and all(_equals(found, probe) for probe in probes))
+        or (not probes and _equals_class(found, other))
+    )
+
+
+def _equals_class(found: Any, other: Any) -> bool:
+    """Whether an object equals those of another class regardless of their attributes.
+
+    Objects that compare by the same method are left to decoys: a class may say that all of its objects are equal.
+    """
+    kind = type(other)
+    try:
+        if not kind.__flags__ & _HEAP or hasattr(kind, "__del__") or type(found).__eq__ is kind.__eq__:
+            return False
+        fresh, *alike = (_copy(other, step) for step in range(_COPIES))
+    except BaseException:  # noqa: BLE001 - a class without such copies
+        return False
+    if any(_says_equal(copy, found) for copy in (fresh, *alike)):
+        return False
+    return _equals(found, fresh) or all(_equals(found, copy) for copy in alike)
+
+
+def _copy(found: Any, step: int) -> Any:
+    """An object of the same class, whose attributes all differ. Runs no code of the class. Raises without attributes.
+
+    step: 0 for attributes that equal nothing; else how far these are from the original's.
+    """
+    kind = type(found)
+    made = object.__new__(kind)
+    count = 0
+    for member in {name: each for above in reversed(kind.__mro__) for name, each in vars(above).items()}.values():
+        if isinstance(member, MemberDescriptorType):
+            with contextlib.suppress(AttributeError):  # it is not set
+                member.__set__(made, _other(member.__get__(found), step))
+                count += 1
+    with contextlib.suppress(AttributeError):  # it has slots only
+        held = object.__getattribute__(found, "__dict__")
+        object.__getattribute__(made, "__dict__").update({name: _other(each, step) for name, each in held.items()})
+        count += len(held)
+    if not count:
+        raise ValueError("it has no attributes")
+    return made
+
+
+def _other(value: Any, step: int) -> Any:
+    """Another value of the same type, where one is known and step is not 0; else an object that equals nothing."""
+    kind = type(value)
+    if not step or (kind is float and value + step == value):
+        return _Fresh()
+    if kind is bool:
+        return not value
+    if kind in (int, float):
+        return value + step
+    more: dict[type, Any] = {str: "x" * step, bytes: b"x" * step, list: [step], tuple: (step,)}
+    return value[:_MOST_ELEMENTS] + more[kind] if kind in more else _Fresh()
+
+
+def _says_equal(one: Any, other: Any) -> bool:
+    """Whether one object's own comparison method accepts the other, as a matcher's does."""
+    kind: Any = type(one)
+    try:
+        answer = kind.__eq__(one, other)
+        return answer is not NotImplemented and bool(answer)
+    except BaseException:  # noqa: BLE001 - it can't compare them
+        return False
 
 
 def guard(left: Any, right: Any, kind: str = "Eq") -> None:
@@ -90,20 +170,27 @@ def _suspect(found: Any, other: Any, origin: Origin, depth: int) -> bool:
         return False
     if kind in _CONTAINERS:
         inner: Iterable[Any] = found.values() if kind is dict else found
-        beside: list[Any] = list(islice(other, _MOST_ELEMENTS)) if type(other) is kind and kind in (list, tuple) else []
+        beside = _beside(found, other) if type(other) is kind else []
         return depth > 0 and any(
             _suspect(each, beside[index] if index < len(beside) else 0, origin, depth - 1)
             for index, each in enumerate(islice(inner, _MOST_ELEMENTS))
         )
     method = getattr(kind, "__eq__", None)
-    if method is object.__eq__ or not kind.__flags__ & (1 << 9):  # written in C, so not the final state's
+    if method is object.__eq__ or not kind.__flags__ & _HEAP:  # written in C, so not the final state's
         return False
     return always_equal(found, other) and not _excused(kind, method, origin)
 
 
+def _beside(found: Any, other: Any) -> list[Any]:
+    """Elements of a container of the same type, at the places of `found`'s."""
+    if isinstance(found, dict):
+        return [other.get(key, 0) if type(key) in _PLAIN else 0 for key in islice(found, _MOST_ELEMENTS)]
+    return list(islice(other, _MOST_ELEMENTS)) if isinstance(found, (list, tuple)) else []
+
+
 def _holds(found: Any, origin: Origin) -> bool:
     method = getattr(type(found), "__contains__", None)
-    if method is None or not type(found).__flags__ & (1 << 9) or _excused(type(found), method, origin):
+    if method is None or not type(found).__flags__ & _HEAP or _excused(type(found), method, origin):
         return False
     try:
         return _Fresh() in found and all(number in found for number in _NUMBERS)

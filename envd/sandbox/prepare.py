@@ -21,7 +21,7 @@ from contracts.patterns import PathPatterns
 from envd.sandbox import linux
 from envd.sandbox.diff import LINK, Entry, changed_paths, tree_entries
 from envd.sandbox.patch import NotPlain, apply_plain, without_files
-from envd.sandbox.review import review
+from envd.sandbox.review import GRAVE, review
 from envd.sandbox.undoing import unwanted
 from envd.tools.paths import make_parents, open_in_root
 
@@ -33,6 +33,7 @@ _UNDECLARED = "undeclared:"
 _MACHINE_FAULTS = frozenset({errno.ENOMEM, errno.EIO, errno.EMFILE, errno.ENFILE, errno.EAGAIN})
 """Errors of the machine, which a retry may avoid. Every other error of the preparation is the final state's."""
 _MOST_NOTES = 32
+"""Maximum number of notes beside those of `GRAVE`, which no number of others displaces."""
 _MOST_UNDECLARED = 8
 """Maximum number of notes about paths other than the artifacts, so that there is room for other notes."""
 
@@ -195,7 +196,7 @@ class Preparation:
     def _note(self, name: str) -> None:
         name = os.fsencode(name).decode(errors="backslashreplace")
         name = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in name)[:200]
-        if name not in self.notes and len(self.notes) < _MOST_NOTES:
+        if name not in self.notes and (name in GRAVE or len(self.notes) < _MOST_NOTES):
             self.notes.append(name)
 
     def _protect(self, path: str) -> None:

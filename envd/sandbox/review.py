@@ -103,7 +103,9 @@ _OF_MODULES = {
     ),
     "sys": frozenset({"modules", "path", "exit", "stdout", "stderr"}),
 }
-_GRAVE = frozenset({"frames:f_back", "modules:sys.modules", "modules:tests", "judge:names"})
+_UNREVIEWED = "unreviewed:python"
+GRAVE = frozenset({"frames:f_back", "modules:sys.modules", "modules:tests", "judge:names", _UNREVIEWED})
+"""Names that are reported without `review:`."""
 _TEST_MODULE = re.compile(r"(tests?\.[\w.]+|([\w.]+\.)?test_\w+)")
 """Names of the verifier's builtins. Reported without `review:`: only code that searches for the verifier uses them."""
 _JUDGES = frozenset({"__see__", "__raised__", "__hidden__", "__plain__"})
@@ -139,39 +141,55 @@ _SUSPECT_TEXT = (
 )
 TESTS = re.compile(r"(^|/)(tests?/|test_[^/]*$|[^/]*_tests?\.py$|conftest\.py$)")
 """Paths of the agent's own tests: no hidden test reads them, and they may use test constructs."""
-_MAX_BYTES = 1 << 20
-_MOST_FILES = 200
+_MOST_OF_FILE, _MOST_BYTES = 1 << 20, 16 << 20
+"""Bytes of one version of a file, and of all versions together, that are parsed."""
+MOST_FILES = 1000
+"""Changed Python files that are read."""
 _MOST_NAMES = 12
 
 
 def review(workspace: Path, template: Path, changed: Collection[str]) -> list[str]:
-    """Names, as `review:...`, of constructs that the changed files have more of than the template; sorted, bounded."""
+    """Names, as `review:...` or of `GRAVE`, of constructs that the changed files have more of than before; bounded.
+
+    `unreviewed:python` if the changed Python is too large to be read.
+    """
     found = Counter[str]()
     files = sorted(
         (each for each in changed if each.endswith(".py")), key=lambda path: (not (template / path).exists(), path)
     )
-    before = {path: _read(template / path) for path in files[:_MOST_FILES]}
+    read = _Reader()
+    before = {path: read.file(template / path) for path in files[:MOST_FILES]}
     new = {path for path in before if not (template / path).exists()}
     # a new file's code may be moved there
     moved = {name for source in before.values() for name in _names(source)} if new else set()
     for path, known in before.items():
-        more = added(known, _read(workspace / path))
+        more = added(known, read.file(workspace / path))
         found += Counter({name: count for name, count in more.items() if not (path in new and name in moved)})
-    names = [f"review:{name}" for name in sorted(found)][:_MOST_NAMES]
-    grave = sorted(name for name in found if name in _GRAVE)
-    return [
-        *grave,
-        *(name for name in names if name.removeprefix("review:") not in grave),
-        *(["review:many-files"] if len(files) > _MOST_FILES else []),
-    ]
+    if read.missed or any((workspace / path).exists() for path in files[MOST_FILES:]):
+        found[_UNREVIEWED] = 1
+    grave = sorted(found.keys() & GRAVE)
+    return [*grave, *[f"review:{name}" for name in sorted(found.keys() - GRAVE)][:_MOST_NAMES]]
 
 
-def _read(path: Path) -> bytes:
-    try:
-        with path.open("rb") as file:
-            return file.read(_MAX_BYTES)
-    except OSError:
-        return b""
+class _Reader:
+    """Reads files within the bounds; `missed` says whether one was beyond them."""
+
+    def __init__(self) -> None:
+        self._room, self.missed = _MOST_BYTES, False
+
+    def file(self, path: Path) -> bytes:
+        """Content of a file; empty if there is none, or if it is beyond the bounds."""
+        most = min(_MOST_OF_FILE, self._room)
+        try:
+            with path.open("rb") as file:
+                content = file.read(most + 1)
+        except OSError:
+            return b""
+        if len(content) > most:
+            self.missed = True
+            return b""
+        self._room -= len(content)
+        return content
 
 
 def added(before: bytes, after: bytes) -> Counter[str]:

@@ -15,6 +15,8 @@ from typing import Any
 HEAD = struct.Struct(">II")
 MAX_HEADER = 80 * 1024 * 1024
 MAX_BLOB = 64 * 1024 * 1024
+MAX_REQUEST = 128 * 1024
+"""Bytes of a request to the zygote, which is one datagram."""
 
 
 def receive_fds(sock: socket.socket, size: int, most: int) -> tuple[bytes, list[int]]:

@@ -101,19 +101,21 @@ class Zygote:
         os.chdir(WORKSPACE)
 
     def _serve_one(self) -> bool:
-        data, fds = wire.receive_fds(self._control, 65536, 1)
+        data, fds = wire.receive_fds(self._control, wire.MAX_REQUEST, 1)
         if not data:
             return False
-        request = json.loads(data)
-        if "kill" in request:
-            self._kill(request["kill"])
-            return True
         with contextlib.ExitStack() as opened:
-            (sock,) = [opened.enter_context(socket.socket(fileno=fd)) for fd in fds]
+            socks = [opened.enter_context(socket.socket(fileno=fd)) for fd in fds]
             try:
-                self._fork(request, sock)
-            except OSError as error:
-                _answer_failure(sock, error)
+                request = json.loads(data)
+                if "kill" in request:
+                    self._kill(request["kill"])
+                else:
+                    (sock,) = socks
+                    self._fork(request, sock)
+            except (OSError, ValueError) as error:
+                for sock in socks:
+                    _answer_failure(sock, error)
         return True
 
     def _fork(self, request: dict[str, Any], sock: socket.socket) -> None:

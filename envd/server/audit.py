@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
 import json
 import logging
 import threading
@@ -69,6 +70,8 @@ BURST, WINDOW_S = 32, 10.0
 """At most BURST events of one kind and sandbox are kept in WINDOW_S seconds; one audit.suppressed counts the rest.
 Events of no sandbox are counted by the source of their call (`contracts.rpc.caller.source`).
 """
+SIGNED = b', "hmac": "%s"'
+"""What a signature adds to a line."""
 _MAX_SOURCES = 8192
 _MAX_TEXT, _MAX_DETAIL = 512, 4096
 _ENCODER = json.JSONEncoder(sort_keys=True)
@@ -88,11 +91,17 @@ class Event:
     detail_json: str
     """A JSON object; texts in it are cut to a maximum length."""
 
-    def line(self) -> bytes:
-        """Event as a line of JSON for the file."""
+    def line(self, key: bytes | None = None) -> bytes:
+        """Event as a line of JSON for the file. key: signs it."""
         sandbox = json.dumps(self.sandbox_id)
         head = f'"number": {self.number}, "time": {self.unix_time!r}, "sandbox": {sandbox}, "kind": "{self.kind}"'
-        return f'{{{head}, "detail": {self.detail_json}}}\n'.encode()
+        signed = f'{{{head}, "detail": {self.detail_json}'.encode()
+        return signed + (SIGNED % signature(key, signed) if key else b"") + b"}\n"
+
+
+def signature(key: bytes, signed: bytes) -> bytes:
+    """HMAC-SHA256, in hexadecimal, of a line up to the signature."""
+    return hmac.new(key, signed, "sha256").hexdigest().encode()
 
 
 @dataclass
@@ -109,16 +118,23 @@ class AuditLog:
     """
 
     def __init__(
-        self, path: Path | None = None, *, calls: bool = False, max_bytes: int = 64 * 1024 * 1024, files: int = 4
+        self,
+        path: Path | None = None,
+        *,
+        calls: bool = False,
+        key: bytes | None = None,
+        max_bytes: int = 64 * 1024 * 1024,
+        files: int = 4,
     ) -> None:
-        """path: file to append to; None: memory only. calls: also keep a trail of calls, in `PATH.calls`.
+        """path: file to append to; None: memory only. calls: also keep a trail of calls, in `PATH.calls`. key: signs
+        the lines of the files.
 
         A file that reaches max_bytes is moved to PATH.1 and so on; `files` files are kept. Raises EnvdError if a file
         can't be written or belongs to another server.
         """
         self.calls = calls
         """Whether the trail of calls is enabled."""
-        self._number, self._files = 0, tuple[AuditFile, ...]()
+        self._number, self._files, self._key = 0, tuple[AuditFile, ...](), key
         if path is not None:
             trail = path.with_name(path.name + ".calls")
             with contextlib.ExitStack() as opened:
@@ -130,8 +146,10 @@ class AuditLog:
         self._events: deque[Event] = deque(maxlen=KEEP)
         self._trail: deque[Event] = deque(maxlen=KEEP_CALLS)
         self._sources: dict[tuple[str, str, str], _Source] = {}
-        self.counts: Counter[str] = Counter()
-        """Number of events by kind, including suppressed ones."""
+        self.counts: Counter[str] = Counter(dict.fromkeys(KINDS, 0))
+        """Number of events by kind, including suppressed ones, and under audit.lost the lines that no file took. All
+        kinds are there from the start: an alert sees the first event of a counter only if it was 0 before.
+        """
         self._lock = threading.Lock()
         self._followers: dict[asyncio.Event, asyncio.AbstractEventLoop] = {}
 
@@ -212,6 +230,7 @@ class AuditLog:
         kind, sandbox_id, where = key
         if source.suppressed:
             told = {"source": where} if where else {}
+            self.counts["audit.suppressed"] += 1
             self._append("audit.suppressed", sandbox_id, {"kind": kind, "count": source.suppressed, **told})
 
     def _append(self, kind: str, sandbox_id: str, detail: dict[str, Any]) -> Event:
@@ -220,7 +239,9 @@ class AuditLog:
         (self._trail if kind in TRAIL else self._events).append(event)
         if self._files:
             file = self._files[-1 if kind in TRAIL else 0]
-            if file.write(event.line()) and (lost := file.take_lost()):
+            if not file.write(event.line(self._key)):
+                self.counts["audit.lost"] += 1
+            elif lost := file.take_lost():
                 self._append("audit.lost", "", {"count": lost, "reason": f"{file.name} could not be written"})
         return event
 

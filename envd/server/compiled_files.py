@@ -1,8 +1,9 @@
 """Byte code of hidden test files and of a template's modules, so that runs of the same files do not each compile them.
 
-Most of a short run is compiling: pytest rewrites the tests' assertions, and the task's package is imported. A file that
-was seen often enough is compiled in a sandbox of its own, in which no code of a task runs; later runs place the result
-beside the file, where pytest or Python looks for it. Both check that it is the byte code of the file's content.
+Most of a short run is compiling: pytest rewrites the tests' assertions, and the task's package is imported. A file is
+compiled once, in a sandbox of its own, in which no code of a task runs; every run places the result beside the file,
+where pytest or Python looks for it. Both check that it is the byte code of the file's content. No run goes without:
+code under test would tell a test file that runs often from a decoy, which does not.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from pathlib import Path
 from envd.errors import EnvdError
 
 MOST_BYTES = 64 * 1024 * 1024
-_MOST_SEEN = 65_536
 _MOST_OF_FILE = 4 * 1024 * 1024
 """Byte code of one file that is kept."""
 _MOST_MODULES, _MOST_OF_MODULES = 1000, 4 * 1024 * 1024
@@ -31,45 +31,32 @@ Compile = Callable[[Sequence[str]], Awaitable[dict[str, bytes]]]
 class CompiledFiles:
     """Cache of byte code, bounded by MOST_BYTES. Files whose compilation fails have no byte code."""
 
-    def __init__(self, runs: int) -> None:
-        """runs: number of runs before a file is compiled."""
-        self._runs = runs
+    def __init__(self) -> None:
         self._codes: OrderedDict[str, bytes] = OrderedDict()
-        self._seen: OrderedDict[str, int] = OrderedDict()
         self._work: dict[str, asyncio.Task[None]] = {}
         self._bytes = 0
 
     async def of(self, keys: Mapping[str, str], compiled: Compile) -> dict[str, bytes]:
-        """Byte code by path, of those files that were seen before. keys: `key_of` each file, by path. `compiled` makes
-        what is missing.
-        """
-        due = {path: key for path, key in sorted(keys.items()) if self._is_due(key)}
-        if due:
-            work = asyncio.create_task(self._make(due, compiled))
-            self._work.update(dict.fromkeys(due.values(), work))
+        """Byte code by path. keys: `key_of` each file, by path. `compiled` makes what is missing."""
+        missing = {path: key for path, key in sorted(keys.items()) if key not in self._codes and key not in self._work}
+        if missing:
+            work = asyncio.create_task(self._make(missing, compiled))
+            self._work.update(dict.fromkeys(missing.values(), work))
         await asyncio.gather(*{asyncio.shield(self._work[key]) for key in keys.values() if key in self._work})
         found = {path: self._codes[key] for path, key in keys.items() if self._codes.get(key)}
         for path in found:
             self._codes.move_to_end(keys[path])
         return found
 
-    def _is_due(self, key: str) -> bool:
-        if key in self._codes or key in self._work:
-            return False
-        count = self._seen[key] = self._seen.pop(key, 0) + 1
-        if len(self._seen) > _MOST_SEEN:
-            self._seen.popitem(last=False)
-        return count > self._runs
-
-    async def _make(self, due: Mapping[str, str], compiled: Compile) -> None:
+    async def _make(self, missing: Mapping[str, str], compiled: Compile) -> None:
         try:
-            codes = await compiled(list(due))
+            codes = await compiled(list(missing))
         except EnvdError:
             codes = {}  # the run will say what is wrong with a file
         finally:
-            for key in due.values():
+            for key in missing.values():
                 del self._work[key]
-        for path, key in due.items():
+        for path, key in missing.items():
             code = codes.get(path, b"")
             self._codes[key] = code = code if len(code) <= _MOST_OF_FILE else b""
             self._bytes += len(code)

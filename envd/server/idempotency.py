@@ -12,6 +12,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
+from contracts.rpc import caller
 from envd.errors import IdempotencyError
 
 MAX_KEY = 200
@@ -32,12 +33,12 @@ class _Kept:
 class Answers:
     """Kept answers of one sandbox, or of a server's calls that name no sandbox.
 
-    They are bounded in number, bytes and age. Failures are not kept.
+    Each bearer key has its own. They are bounded in number, bytes and age. Failures are not kept.
     """
 
     def __init__(self, most: int = 256, most_bytes: int = 4 << 20, lifetime_s: float = _LIFETIME_S) -> None:
         self._most, self._most_bytes, self._lifetime_s = most, most_bytes, lifetime_s
-        self._kept: OrderedDict[str, _Kept] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, str], _Kept] = OrderedDict()
         self._bytes = 0
 
     def __len__(self) -> int:
@@ -54,7 +55,8 @@ class Answers:
             raise IdempotencyError(f"an idempotency key has 1 to {MAX_KEY} characters, this one has {len(key)}")
         self._forget_old()
         said = _digest(request)
-        kept = self._kept.get(key) or self._begin(key, said, work)
+        whose = (caller.key(), key)
+        kept = self._kept.get(whose) or self._begin(whose, said, work)
         if kept.request != said:
             raise IdempotencyError(f"idempotency key {key!r} was used for another request: use a new key")
         if kept.task is not None:
@@ -64,7 +66,7 @@ class Answers:
             raise IdempotencyError(f"the call with idempotency key {key!r} has run, but {words}")
         return kept.reply
 
-    def _begin(self, key: str, said: bytes, work: Callable[[], Awaitable[Any]]) -> _Kept:
+    def _begin(self, key: tuple[str, str], said: bytes, work: Callable[[], Awaitable[Any]]) -> _Kept:
         while len(self._kept) >= self._most:
             if not self._forget_one():
                 raise IdempotencyError(f"{self._most} calls with idempotency keys run already: wait for one to end")
@@ -73,7 +75,7 @@ class Answers:
         task.add_done_callback(lambda done: self._ended(key, kept, done))
         return kept
 
-    def _ended(self, key: str, kept: _Kept, done: asyncio.Task[Any]) -> None:
+    def _ended(self, key: tuple[str, str], kept: _Kept, done: asyncio.Task[Any]) -> None:
         kept.task = None
         if done.cancelled() or done.exception() is not None:
             del self._kept[key]
@@ -97,7 +99,7 @@ class Answers:
             self._forget(oldest)
         return oldest is not None
 
-    def _forget(self, key: str) -> None:
+    def _forget(self, key: tuple[str, str]) -> None:
         kept = self._kept.pop(key)
         if kept.reply is not None:
             self._bytes -= kept.size

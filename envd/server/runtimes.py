@@ -161,12 +161,18 @@ class Runtimes:
         return Runtime(digest, place, is_root, not is_root and _has_our_pytest(place), env)
 
     def _evicted(self) -> list[str]:
-        """Take unused runtimes off the list until it is short enough, and return them."""
-        gone = []
-        for digest in [each for each in self._ready if each not in self._held]:
-            if len(self._ready) <= self._most and sum(self._bytes.values()) <= _MOST_KEPT_BYTES:
+        """Take runtimes off the list until those not in use are few and small enough, and return them.
+
+        Never the last one, which was just stored: its client uses it next.
+        """
+        gone = list[str]()
+        unused = [each for each in self._ready if each not in self._held]
+        size = sum(self._bytes[each] for each in unused)
+        for digest in unused[:-1]:
+            if len(unused) - len(gone) <= self._most and size <= _MOST_KEPT_BYTES:
                 break
-            del self._ready[digest], self._bytes[digest]
+            del self._ready[digest]
+            size -= self._bytes.pop(digest)
             gone.append(digest)
         return gone
 

@@ -64,6 +64,8 @@ class Sandboxes:
         self.egress = Egress(audit)
         self._rules_of = functools.lru_cache(maxsize=256)(lambda text: load_rules(text).under(rules))
         self._live: dict[str, Live] = {}
+        self._restoring: set[str] = set()
+        """Ids of the sandboxes that are being restored."""
         self._ended: OrderedDict[str, Live] = OrderedDict()
         self.draining = False
         """Whether the server ends soon, so that it takes no new sandboxes and no verifications."""
@@ -137,28 +139,54 @@ class Sandboxes:
         self.require_admitting()
         await self._prepare_template(wanted)
         backend, spec, decisions = self.plan(wanted, host_name)
-        if like is not None and not (_IDENTITY.fullmatch(like[0]) and like[0] not in self._live and len(like[1]) >= 16):
-            raise EnvdError(
-                f"sandbox id {like[0][:40]!r} can't be kept: it exists on this server, or no envd server issued it"
-            )
-        box, claim = await self._claimed(spec, lambda: backend.restore(state, spec))
-        lost = () if backend.features.keeps_processes else ("processes",)
         identity, token = like or _identity()
+        if not _IDENTITY.fullmatch(identity) or len(token) < 16 or identity in self._live.keys() | self._restoring:
+            raise EnvdError(
+                f"sandbox id {identity[:40]!r} can't be kept: it exists on this server, or no envd server issued it"
+            )
+        self._restoring.add(identity)
+        try:
+            box, claim = await self._claimed(spec, lambda: backend.restore(state, spec))
+        finally:
+            self._restoring.remove(identity)
+        lost = () if backend.features.keeps_processes else ("processes",)
         labels = wanted.labels
         live = Live(identity, token, backend, spec, box, decisions, wanted.rules_yaml, labels, lost=lost, claim=claim)
         live.toolset = wanted.toolset
         return self.admit(live)
 
     async def _claimed(self, spec: BoxSpec, start: Callable[[], Coroutine[Any, Any, Box]]) -> tuple[Box, Claim]:
-        """Claim the quotas, hold the template and start a box. Raises QuotaExceeded, and as `started`."""
+        """Claim the quotas, hold the template and start a box. Raises QuotaExceeded, SandboxStartError.
+
+        If the caller is cancelled meanwhile, the box is destroyed once it has started, and only then released.
+        """
         claim = self.quotas.claim(spec.limits.memory_mb)
         self._hold(spec)
+        self._starting += 1
+        task = self.background(start())
         try:
-            return await self.started(start()), claim
-        except BaseException:
-            claim.release()
-            self._release(spec)
+            box = await asyncio.shield(task)
+        except asyncio.CancelledError:
+            self.background(self._abandon(task, spec, claim))
             raise
+        except BaseException:
+            self._not_started(spec, claim)
+            raise
+        self._starting -= 1
+        return box, claim
+
+    async def _abandon(self, task: asyncio.Task[Box], spec: BoxSpec, claim: Claim) -> None:
+        try:
+            await asyncio.wait([task])
+            if not task.cancelled() and task.exception() is None:
+                await task.result().destroy()
+        finally:
+            self._not_started(spec, claim)
+
+    def _not_started(self, spec: BoxSpec, claim: Claim) -> None:
+        self._starting -= 1
+        claim.release()
+        self._release(spec)
 
     def _hold(self, spec: BoxSpec) -> None:
         self.templates.hold(spec.template)
@@ -219,18 +247,6 @@ class Sandboxes:
         """Return a new box name, unique on this server."""
         self._names += 1
         return f"box-{self._names}"
-
-    async def started(self, starting: Coroutine[Any, Any, Box]) -> Box:
-        """Wait for a box to start. If the caller is cancelled meanwhile, the box is destroyed once it has started."""
-        self._starting += 1
-        task = self.background(starting)
-        try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            task.add_done_callback(self._orphaned)
-            raise
-        finally:
-            self._starting -= 1
 
     def admit(self, live: Live) -> Live:
         """Register a sandbox, so that `find` returns it until its lifetime is over."""
@@ -296,7 +312,8 @@ class Sandboxes:
         live.ended = why
         if live.timer is not None:
             live.timer.cancel()
-        self._live.pop(live.identity, None)
+        if self._live.get(live.identity) is live:
+            del self._live[live.identity]
         self._ended[live.identity] = live
         while len(self._ended) > _REMEMBERED:
             self._ended.popitem(last=False)
@@ -346,10 +363,6 @@ class Sandboxes:
             seconds = round(time.monotonic() - live.created, 1)
             self.audit.record("lifetime.expired", live.identity, seconds=seconds)
             self.background(self.end(live, "it outlived its lifetime"))
-
-    def _orphaned(self, task: asyncio.Task[Box]) -> None:
-        if not task.cancelled() and task.exception() is None:
-            self.background(task.result().destroy())
 
     def _background_ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)

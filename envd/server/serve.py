@@ -8,11 +8,12 @@ import fcntl
 import gc
 import logging
 import os
+import resource
 import signal
 import stat
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from grpc_reflection.v1alpha import reflection  # type: ignore[import-untyped, u
 from contracts.errors import describe
 from contracts.owned import fate_of_owner, owned_name, remove, sweep_abandoned
 from contracts.pb import envd_operations_pb2, envd_operations_pb2_grpc, envd_pb2, envd_pb2_grpc
-from contracts.rpc.connecting import MESSAGE_BYTES, read_secret
+from contracts.rpc.connecting import MESSAGE_BYTES, read_key, read_secret
 from contracts.rpc.keys import KeyCheck
 from contracts.rpc.listening import Listening
 from contracts.rpc.meeting import MadeKey
@@ -60,6 +61,7 @@ from envd.server.templates import Templates
 from envd.server.verifications import Starting, Verifications
 
 _GRACE_S = 0.5
+_OPEN_FILES = 65536
 _SERVER_OPTIONS = [
     ("grpc.max_send_message_length", MESSAGE_BYTES),
     ("grpc.max_receive_message_length", ACCEPTED_BYTES),
@@ -99,6 +101,8 @@ class Options:
     rules: Path | None = None
     audit_log: Path | None = None
     audit_calls: bool = False
+    audit_key: Path | None = None
+    """Key that signs the lines of `audit_log`."""
     """Whether calls are recorded as audit events."""
     peer_ca: Path | None = None
     """CA certificates of the servers that sandboxes are moved to. This server presents its own certificate to them.
@@ -122,8 +126,10 @@ class Options:
         return Access(tls_ca=self.peer_ca, tls_cert=self.listening.tls_cert, tls_key=self.listening.tls_key)
 
 
-async def serve(options: Options) -> None:
+async def serve(options: Options, *, on_death: Callable[[], None] = lambda: None) -> None:
     """Serve until SIGTERM or SIGINT, and drain if the options say so.
+
+    on_death: called when a process that the server needs has died, before the server stops for that reason.
 
     Raises EnvdError or ConfigError, in one line, if the server can't run with these options.
     """
@@ -132,15 +138,19 @@ async def serve(options: Options) -> None:
     keys = options.listening.keys() if made is None else (made.key.encode(),)
     rules = load_rules(_rules_text(options.rules))
     peers = options.peers()
+    if options.audit_key and not options.audit_log:
+        raise EnvdError("--audit-key signs the lines of --audit-log: give that, too")
+    audit_key = read_key(options.audit_key).encode() if options.audit_key else None
     stop = _told_to_stop()
     if options.with_parent is not None:
         linux.die_with_parent(signal.SIGTERM)
         if os.getppid() != options.with_parent:
             return  # the parent died before die_with_parent took effect
     make_room()  # before any process is started
+    _allow_open_files()
     async with contextlib.AsyncExitStack() as stack:
         run_dir = await stack.enter_async_context(_run_directory(options.state_dir))
-        audit = AuditLog(options.audit_log, calls=options.audit_calls)
+        audit = AuditLog(options.audit_log, calls=options.audit_calls, key=audit_key)
         stack.callback(audit.close)
         quotas = Quotas(rules.quotas, audit)
         templates = Templates(run_dir / "templates", linux.sandbox_owner(), quotas)
@@ -172,7 +182,11 @@ async def serve(options: Options) -> None:
         gc.freeze()  # objects that exist now live as long as the server: exclude them from collections
         gc.set_threshold(*_GARBAGE)
         _log.info("listening on %s, backends %s", options.listening.address, ", ".join(backends))
-        await _until(stop, [*(each.died() for each in backends.values()), verifications.died()])
+        try:
+            await _until(stop, [*(each.died() for each in backends.values()), verifications.died()])
+        except BackendUnavailable:
+            on_death()
+            raise
         if options.drain_s:
             for name in ("", *_SERVICES):
                 await probe.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
@@ -271,6 +285,14 @@ async def _until(stop: asyncio.Event, deaths: list[Coroutine[Any, Any, str]]) ->
         reason = died[0].result()
         fix = "" if "restart envd" in reason else ": restart envd; the kernel's log tells whether memory ran out"
         raise BackendUnavailable(reason + fix)
+
+
+def _allow_open_files() -> None:
+    """Raise the limit of open files, of which each sandbox takes some, as far as the hard limit allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _told_to_stop() -> asyncio.Event:

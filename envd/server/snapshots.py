@@ -7,7 +7,7 @@
     <directory>/.draft-<owner>            a snapshot that is being written; swept when its server is gone
     <directory>/.held-<owner>             hibernated sandboxes of a live server
 
-A snapshot outlives its server if the directory does.
+A snapshot outlives its server if the directory does. Only the server's user may enter it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ import os
 import re
 import secrets
 import shutil
+import stat
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 
 from google.protobuf.message import DecodeError
@@ -33,6 +35,7 @@ _HEADER, _STATE, _KEY = "header", "state", "key"
 _LEAST_CHARGE = 1 << 20
 """Minimum bytes charged for a snapshot, so that the number of snapshots is bounded, too."""
 _DRAFT, _HELD = ".draft-", ".held-"
+SUBFOLDER = "triplane-snapshots"
 _IDENTITY = re.compile(r"[A-Za-z0-9_-]{16,64}")
 
 
@@ -40,12 +43,15 @@ class Snapshots:
     """Snapshots in one directory, which servers of one machine may share."""
 
     def __init__(self, directory: Path, quotas: Quotas) -> None:
-        self._directory, self._quotas = directory, quotas
-        self._held = directory / f"{_HELD}{owned_name()}"
+        """directory: made if it does not exist; one that others may enter gets a folder for snapshots, SUBFOLDER.
+
+        Raises EnvdError.
+        """
+        self._quotas = quotas
         self._charging = asyncio.Lock()
         try:
-            directory.mkdir(parents=True, exist_ok=True)
-            directory.chmod(0o700)  # snapshots hold the sandboxes' environment variables and memory
+            self._directory = directory = _private(directory)
+            self._held = directory / f"{_HELD}{owned_name()}"
             for prefix in (_DRAFT, _HELD):
                 sweep_abandoned(directory, prefix)
             self._held.mkdir(mode=0o700)
@@ -107,6 +113,20 @@ class Snapshots:
     async def stop(self) -> None:
         """Remove the directories that `hold` made."""
         await asyncio.to_thread(shutil.rmtree, self._held, True)
+
+
+def _private(directory: Path) -> Path:
+    """The directory if only this user may enter it, else SUBFOLDER in it; makes both. Snapshots hold the environment
+    variables and the memory of sandboxes.
+    """
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    for place in (directory, directory / SUBFOLDER):
+        with suppress(FileExistsError):
+            place.mkdir(mode=0o700)
+        about = place.stat(follow_symlinks=place == directory)
+        if about.st_uid == os.geteuid() and not about.st_mode & 0o077 and stat.S_ISDIR(about.st_mode):
+            return place
+    raise EnvdError(f"snapshots can't be kept: {place} is not a folder of this user alone: remove it, or chmod 700 it")
 
 
 def _charged_to(owner: str, snapshot: Path) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -31,8 +32,7 @@ _ASK_S = 60.0
 _GUEST_S = 180.0
 """The same for a verifier in a guest, whose processor may be emulated."""
 _COMPILE_S = 60.0
-_RUNS_OF_TESTS, _RUNS_OF_MODULES = 1, 8
-"""Runs before a test file, and before a module of a template, is compiled: each task has a module with its bug."""
+_TEST = re.compile(r"(.*/)?(test_[^/]*|[^/]*_test)\.py")
 _REWRITING = "enable_assertion_pass_hook"
 """Key of pytest's configuration that changes how assertions are rewritten."""
 _OF = {"auto": "namespaces", "namespaces": "namespaces", "plain": "plain"}
@@ -48,7 +48,7 @@ class Verifications:
         cores = os.cpu_count() or 1
         self._slots, self._slots_of_waiting = asyncio.Semaphore(cores), asyncio.Semaphore(2 * cores)
         self._count = self._running = 0
-        self._tests, self._modules = CompiledFiles(_RUNS_OF_TESTS), CompiledFiles(_RUNS_OF_MODULES)
+        self._tests, self._modules = CompiledFiles(), CompiledFiles()
 
     @property
     def idle(self) -> bool:
@@ -146,9 +146,11 @@ class Verifications:
     async def _byte_code(
         self, template: str, limits: Limits, header: dict[str, Any], hidden: Mapping[str, bytes]
     ) -> dict[str, dict[str, bytes]]:
-        """Byte code of the hidden test files that run, and of the template's modules, by path."""
-        asked = {test.split("::", 1)[0] for test in header["tests"]} if _REWRITING not in header["ini"] else set()
-        tests = {path: key_of(path, hidden[path]) for path in asked & hidden.keys() if path.endswith(".py")}
+        """Byte code of the hidden test files, and of the template's modules, by path."""
+        # also of files that do not run: in a decoy, some of the tests do not
+        files = {test.split("::", 1)[0] for test in header["tests"]} | set(filter(_TEST.fullmatch, hidden))
+        rewritten = files & hidden.keys() if _REWRITING not in header["ini"] else ()
+        tests = {path: key_of(path, hidden[path]) for path in rewritten if path.endswith(".py")}
         directory = self._templates.directory_of(template)
         modules = await asyncio.to_thread(modules_of, directory)
 

@@ -119,7 +119,7 @@ class Zygote:
     async def _request(
         self, name: str, template: str, limits: Limits, theirs: socket.socket, runtime: Runtime | None, cold: int
     ) -> None:
-        request = {
+        request: dict[str, Any] = {
             "id": name,
             "template": template,
             "runtime": runtime.digest if runtime else "",
@@ -131,8 +131,14 @@ class Zygote:
             "cpu": limits.cpu,
             "disk": limits.disk_mb * _MIB,
         }
+        data = json.dumps(request).encode()
+        if len(data) > wire.MAX_REQUEST:
+            raise SandboxStartError(
+                f"a verification could not start: with the variables of runtime {request['runtime'][:12]} its request"
+                f" has {len(data)} bytes, more than {wire.MAX_REQUEST}: shorten them"
+            )
         try:
-            await send_to_helper(self._control, json.dumps(request).encode(), [theirs.fileno()])
+            await send_to_helper(self._control, data, [theirs.fileno()])
         except OSError as error:
             raise SandboxStartError(f"the process that starts sandboxes ended ({error}): restart envd") from error
 

@@ -33,6 +33,11 @@ class _Config(BaseModel):
         return self.kind
 
     @property
+    def shared(self) -> bool:
+        """Whether processes that open the engine get the same servers, which serve one policy at a time."""
+        return False
+
+    @property
     def records_routing(self) -> bool:
         """Whether the engine may return routed experts. A server's first answer shows whether it does."""
         return True
@@ -81,6 +86,11 @@ class _RemoteConfig(_Config):
     """Timeout of one call, in seconds."""
     retries: int = Field(default=RETRIES, ge=0, le=20)
     """Retries after a connection fault; any HTTP response, even an error, is final."""
+
+    @property
+    def shared(self) -> bool:
+        """See the base class; of a server that each process starts for itself, it is the GPUs."""
+        return True
 
 
 class OpenAIConfig(_RemoteConfig):
@@ -441,6 +451,11 @@ class RoutedConfig(_Config):
     servers share their requests in flight, and what they have sent where (docs/routing.md). null: each process knows
     its own. The replicas must be servers that are already running.
     """
+
+    @property
+    def shared(self) -> bool:
+        """See the base class."""
+        return any(each.shared for each in self.replicas)
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import shutil
 import tempfile
 import uuid
@@ -23,6 +24,7 @@ from pathlib import Path
 
 from contracts.artifacts import Artifact, ArtifactRef, find_artifact
 from contracts.errors import ArtifactCorrupt, ArtifactMissing, ConfigError, StoreError
+from contracts.filecache import CACHE_FOLDER
 from contracts.store import Store, readable_errors
 
 PLAIN = "-float32"
@@ -31,6 +33,7 @@ FIRST = "first"
 """Link to the checkpoint that the server starts with, which is never removed."""
 _PLAIN_FACTOR = 4
 """Float32 bytes for one byte of FP8 weights."""
+_NAME = re.compile(rf"[0-9a-f]{{64}}({PLAIN})?")
 _STAGE, _GONE = "stage-", "gone-"
 
 
@@ -69,11 +72,11 @@ class WeightsFolder:
         for left in self._tmp.glob("*"):
             if left.name.startswith((_STAGE, _GONE)):
                 shutil.rmtree(left, ignore_errors=True)
-        shutil.rmtree(self.cache / "tmp", ignore_errors=True)
+        shutil.rmtree(self.cache / CACHE_FOLDER / "tmp", ignore_errors=True)
 
     @property
     def cache(self) -> Path:
-        """Base of the download cache (TRIPLANE_CACHE), on the same disk, so that a finished file is linked."""
+        """Place of the download cache (TRIPLANE_CACHE), on the same disk, so that a finished file is linked."""
         return self._tmp / "cache"
 
     def close(self) -> None:
@@ -112,10 +115,10 @@ class WeightsFolder:
         return path
 
     def held(self) -> list[Held]:
-        """Complete checkpoints, the most recently used one first."""
+        """Complete checkpoints, the most recently used one first; other folders are not counted."""
         found = []
         for path in self.folder.iterdir():
-            if path.is_symlink() or path == self._tmp or not path.is_dir():
+            if not _NAME.fullmatch(path.name) or path.is_symlink() or not path.is_dir():
                 continue
             with suppress(FileNotFoundError):
                 size = sum(each.stat().st_size for each in path.rglob("*") if each.is_file())

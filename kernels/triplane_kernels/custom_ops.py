@@ -50,7 +50,7 @@ def operator(
         qualified = f"{NAMESPACE}::{name}"
         schema = torch.library.infer_schema(function, mutates_args=())
         _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
-        _LIBRARY.impl(name, _on_the_tensors_device(function), "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+        _LIBRARY.impl(name, on_the_tensors_device(function), "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
         torch.library.register_fake(qualified, fake, lib=_LIBRARY)
         torch.library.register_autograd(
             qualified, backward or _no_gradient(qualified), setup_context=save, lib=_LIBRARY
@@ -61,7 +61,7 @@ def operator(
     return register
 
 
-def _on_the_tensors_device(function: Callable[P, R]) -> Callable[P, R]:
+def on_the_tensors_device(function: Callable[P, R]) -> Callable[P, R]:
     """`function` with its first CUDA tensor's device as the current one, since Triton always launches on the current
     device.
     """

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from triplane_kernels import quantize_reference
-from triplane_kernels.custom_ops import operator
+from triplane_kernels.custom_ops import on_the_tensors_device, operator
 from triplane_kernels.errors import KernelInputError
 from triplane_kernels.machine import choose
 from triplane_kernels.tuning import workload
@@ -120,7 +120,7 @@ def dequantize_weights_into(out: Tensor, codes: Tensor, scales: Tensor) -> None:
         return
     from triplane_kernels import quantize_triton
 
-    quantize_triton.dequantize_weights(codes.contiguous(), scales.contiguous(), out)
+    on_the_tensors_device(quantize_triton.dequantize_weights)(codes.contiguous(), scales.contiguous(), out)
     # torch does not see a kernel's writes; what is derived from `out` is kept by its version
     torch.autograd.graph.increment_version(out)
 

@@ -16,6 +16,7 @@ import pytest
 from moto.server import ThreadedMotoServer
 
 from benchmarks.faulty_s3 import Fault, faulty_s3
+from contracts.filecache import CACHE_FOLDER
 from tests.acceptance.laboratory import ROOT, Laboratory
 from tests.acceptance.test_iterations_are_exact import KINDS, TINY
 
@@ -134,7 +135,9 @@ def test_a_second_machine_works_from_the_bucket_alone(on_s3: Laboratory, tmp_pat
     elsewhere.iterate(1)
     assert len(elsewhere.digests("rollouts")["rollouts"]) == ITERATIONS + 1
     assert set(groups["group"]) < set(elsewhere.digests("group")["group"])
-    assert list((tmp_path / "cache" / "tmp").iterdir()) == [], "no partial download or staged file is left"
+    assert list((tmp_path / "cache" / CACHE_FOLDER / "tmp").iterdir()) == [], (
+        "no partial download or staged file is left"
+    )
 
 
 @pytest.mark.parametrize(

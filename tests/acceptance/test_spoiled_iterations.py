@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.faulty_s3 import Fault, faulty_s3
 from contracts.artifacts import list_artifacts
+from contracts.filecache import CACHE_FOLDER
 from tests.acceptance.interrupting import PROGRESS
 from tests.acceptance.laboratory import Laboratory
 from tests.acceptance.spoiling import (
@@ -331,4 +332,4 @@ def test_a_bucket_that_refuses_a_part(tmp_path: Path, method: str, where: str) -
         done = iterate(laboratory)
     server.stop()
     assert_one_line(done, "store s3://triplane/x refuses access to", "s3:PutObject", "s3:ListBucket")
-    assert list((tmp_path / "cache" / "tmp").iterdir()) == [], "no staged file is left"
+    assert list((tmp_path / "cache" / CACHE_FOLDER / "tmp").iterdir()) == [], "no staged file is left"

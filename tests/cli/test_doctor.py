@@ -84,7 +84,13 @@ def test_missing_tools_are_named_with_what_to_install(tmp_path: Path, no_tools: 
 
 @pytest.mark.parametrize(
     ("store", "words"),
-    [("/proc/store", "point TRIPLANE_STORE"), ("ftp://x/y", "use a directory or s3://"), ("s3:///x", "s3://bucket")],
+    [
+        ("/proc/store", "point TRIPLANE_STORE"),
+        ("ftp://x/y", "use a directory or s3://"),
+        ("s3:///x", "s3://bucket"),
+        ("file://data/store", "use file:///DIR"),
+        ("~/store", "write the whole path"),
+    ],
 )
 def test_a_store_that_cannot_be_written_is_broken(
     store: str, words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -93,6 +99,12 @@ def test_a_store_that_cannot_be_written_is_broken(
     monkeypatch.setenv("TRIPLANE_STORE", store)
     found = services.store()
     assert found.state == "broken" and words in f"{found.found}: {found.fix}", found
+
+
+def test_doctor_measures_the_disk_of_a_file_url(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "a b").mkdir()
+    monkeypatch.setenv("TRIPLANE_STORE", f"file://{tmp_path}/a%20b")
+    assert machine.local_place() == tmp_path / "a b"
 
 
 def test_an_existing_store_is_tried_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

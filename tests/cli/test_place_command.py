@@ -36,6 +36,12 @@ def test_it_prints_servers_and_the_commands_that_start_them(fleet: Path) -> None
     assert f"vllm serve {fleet.parent / 'policy'} --tensor-parallel-size 2 --max-model-len 32768" in said
 
 
+def test_brackets_in_a_path_are_printed(fleet: Path) -> None:
+    (fleet.parent / "policy").rename(fleet.parent / "policy[awq]")
+    fleet.write_text(FLEET.replace("model: policy", "model: 'policy[awq]'"))
+    assert "vllm serve '" + str(fleet.parent / "policy[awq]") in CliRunner().invoke(app, ["place", str(fleet)]).output
+
+
 def test_json_names_every_server(fleet: Path) -> None:
     found = json.loads(CliRunner().invoke(app, ["place", str(fleet), "--json"]).output)
     assert found["served"]["judge"] == 12 and found["gpus"] == 4 and found["value"] <= found["bound"]

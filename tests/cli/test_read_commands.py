@@ -34,6 +34,7 @@ def test_help_teaches_with_examples(here: Run) -> None:
         ["status"],
         ["episodes", "list"],
         ["episodes", "show"],
+        ["episodes", "export"],
         ["serve"],
         ["ui"],
         ["iterate"],
@@ -136,6 +137,25 @@ def test_episodes_show_prints_roles_calls_diff_and_verdict(here: Run, history: H
     ):
         assert expected in printed
     assert "kept it" in printed
+
+
+def test_episodes_are_exported_as_json_lines(here: Run, history: History, tmp_path: Path) -> None:
+    lines = here("episodes", "export", "-e", EXPERIMENT).stdout.splitlines()
+    rows = {row["episode"]: row for row in map(json.loads, lines)}
+    listed = json.loads(here("episodes", "list", "-e", EXPERIMENT, "--json").stdout)
+    assert list(rows) == [row["episode"] for row in listed]
+    solved = rows[history.solved.episode_id]
+    shown = json.loads(here("episodes", "show", history.solved.episode_id, "--json").stdout)
+    assert solved["messages"] == shown["messages"] and solved["reward"] == shown["reward"]
+    assert "sequences" not in solved and {row["kept"] for row in rows.values()} <= {True, False, None}
+    file = tmp_path / "episodes.jsonl"
+    said = here("episodes", "export", "-e", EXPERIMENT, "--tokens", "--kept", "-o", str(file)).stdout
+    kept = list(map(json.loads, file.read_text().splitlines()))
+    assert said.startswith(f"{len(kept)} episodes of rollouts") and all(row["kept"] for row in kept)
+    for row in kept:
+        assert sum(len(each["token_ids"]) for each in row["sequences"]) == row["tokens"]
+    refused = here("episodes", "export", "-e", EXPERIMENT, "-o", str(tmp_path / "absent" / "x"))
+    assert refused.returncode == 1 and "can't be written" in refused.stderr and list(tmp_path.glob("**/*.part")) == []
 
 
 def test_episodes_show_in_json_contains_the_recorded_tokens(here: Run, history: History) -> None:

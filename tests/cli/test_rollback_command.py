@@ -140,6 +140,21 @@ def test_rollback_to_the_live_policy_updates_servers_only(triplane: Run, mine: H
     assert len(Registry(mine.store, EXPERIMENT).history()) == 1
 
 
+def test_interrupt_during_the_change_does_not_advise_another_rollback(triplane: Run, mine: History) -> None:
+    code = (
+        "import signal, sys, ops.rollback\n"
+        "from triplane_dagster.cli import main\n"
+        "ops.rollback.failpoint = lambda name: signal.raise_signal(signal.SIGINT)\n"
+        f"sys.argv = ['triplane', 'rollback', '-e', {EXPERIMENT!r}, '--yes']\n"
+        "main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert len(Registry(mine.store, EXPERIMENT).history()) == 2
+    assert done.returncode == 128 + signal.SIGINT
+    assert f"`triplane rollback -e {EXPERIMENT} --list` shows whether it was rolled back" in done.stderr
+    assert "continue with" not in done.stderr
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_swap_reports_the_rollback_and_how_to_update_servers(
     number: signal.Signals, triplane: Run, mine: History, tmp_path: Path

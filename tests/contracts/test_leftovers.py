@@ -34,6 +34,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 KEY = "0" * 64
 LARGE = 12 * 2**20
+PREFIXES = ("stage-", "part-", "")
 WRITER = """
 import sys
 from contracts import s3store, s3write
@@ -146,12 +147,24 @@ def test_a_live_writer_and_another_stores_attempt_are_left_alone(store: Store, t
 
 
 def test_what_is_a_day_old_goes_whoever_left_it(store: Store) -> None:
-    old, young = store.scratch / "unnamed", store.scratch / "other"
-    for path in (old, young):
-        path.mkdir()
-    os.utime(old, (0, time.time() - ABANDONED_S - 1))
+    names = [
+        f"{prefix}{machine}.7.{start}.a_b1" for machine, start in (("0" * 12, 9), ("unseen", 0)) for prefix in PREFIXES
+    ]
+    for name in names:
+        (store.scratch / name).mkdir()
+        os.utime(store.scratch / name, (0, time.time() - ABANDONED_S - 1))
+    (store.scratch / f"{names[0]}2").mkdir()
     sweep_leftovers(store)
-    assert [path.name for path in store.scratch.iterdir()] == ["other"]
+    assert [path.name for path in store.scratch.iterdir()] == [f"{names[0]}2"]
+
+
+def test_what_others_keep_in_the_scratch_folder_stays(store: Store) -> None:
+    names = ("results", "stage-1", "part-of-a-book.txt", "v1.2.3.tar")
+    for name in names:
+        (store.scratch / name).mkdir()
+        os.utime(store.scratch / name, (0, time.time() - ABANDONED_S - 1))
+    sweep_leftovers(store)
+    assert {path.name for path in store.scratch.iterdir()} == set(names)
 
 
 def test_a_name_tells_whether_its_process_lives(tmp_path: Path) -> None:

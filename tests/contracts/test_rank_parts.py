@@ -17,6 +17,7 @@ from rank_world import FORMS, KEY, NAME, PART, RANKS, content, share, start
 from contracts import tensor_parts
 from contracts.artifacts import ArtifactWriter, find_artifact
 from contracts.errors import InfraFault, SchemaError, StoreError
+from contracts.filecache import CACHE_FOLDER
 from contracts.leftovers import sweep_leftovers
 from contracts.rank_parts import Exchange, RankParts, in_step, put_parts, stage_parts
 from contracts.store import LocalStore, Store, open_store
@@ -62,10 +63,10 @@ def check_rerun(store: Store, caches: Path, digest: str) -> None:
         assert TensorFiles(found.directory(), NAME).forms == FORMS
     scratches = [store.scratch]
     if not isinstance(store, LocalStore):
-        scratches = [each / store.scratch.name for each in sorted(caches.glob("rank-*"))]
+        scratches = [each / CACHE_FOLDER / store.scratch.name for each in sorted(caches.glob("rank-*"))]
     for scratch in scratches:
         with pytest.MonkeyPatch.context() as patch:  # the next run on that rank's machine
-            patch.setenv("TRIPLANE_CACHE", str(scratch.parent))
+            patch.setenv("TRIPLANE_CACHE", str(scratch.parents[1]))
             sweep_leftovers(open_store(store.url))
     assert launch(store, caches, {}, timeout_s=60.0)
     found = find_artifact(store, "thing", KEY)

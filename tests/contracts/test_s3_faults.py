@@ -19,7 +19,7 @@ from contracts import s3client, s3store, s3write
 from contracts.artifacts import ArtifactWriter, find_artifact
 from contracts.digests import canonical_json
 from contracts.errors import ArtifactCorrupt, ArtifactMissing, StoreError
-from contracts.filecache import FileCache, cache_base
+from contracts.filecache import CACHE_FOLDER, FileCache, cache_base
 from contracts.pointers import Pointer
 from contracts.store import Store, open_store
 from curation.verify import Verdict, read_verdict
@@ -153,7 +153,7 @@ def test_a_download_that_breaks_off_is_fetched_again(
     if size < 2**20:
         s3.faults.append(Fault("cut_body", "GET", times=2))
         assert store.get("data") == data
-    assert list((tmp_path / "cache" / "tmp").iterdir()) == []
+    assert list((tmp_path / "cache" / CACHE_FOLDER / "tmp").iterdir()) == []
 
 
 def test_refused_access_names_what_is_needed(s3: FaultyS3, store: Store) -> None:
@@ -235,9 +235,24 @@ def test_the_cache_drops_what_was_unused_for_longest(tmp_path: Path) -> None:
     assert small.find("folder3/file") is not None, "what was just used stays: a process may be about to open it"
 
 
+def test_the_cache_leaves_other_files_in_its_place_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRIPLANE_CACHE", str(tmp_path))
+    foreign = tmp_path / "datasets" / "corpus"
+    foreign.parent.mkdir()
+    foreign.write_bytes(bytes(5000))
+    os.utime(foreign, (0, 0))
+    cache = FileCache(cache_base(), "place", 2000, keep_s=0)
+    for index in range(3):
+        with cache.fill(f"file{index}") as (partial, _):
+            partial.write_bytes(bytes(1000))
+    cache.sweep()
+    assert foreign.exists()
+    assert [cache.find(f"file{index}") is not None for index in range(3)] == [False, True, True]
+
+
 def test_a_killed_download_is_swept_in_the_end(tmp_path: Path) -> None:
     cache = FileCache(tmp_path / "cache", "place", 1000)
-    old, new = cache.scratch / "part-old", cache.scratch / "part-new"
+    old, new = (cache.scratch / f"part-{'0' * 12}.7.9.{name}" for name in ("old", "new"))
     for path in (old, new):
         path.write_bytes(b"")
     os.utime(old, (0, 0))

@@ -191,6 +191,26 @@ def test_local_store_leaves_no_temporary_files(tmp_path: Path) -> None:
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("where", "words"),
+    [
+        ("file://data/store", r"names the host 'data': use file:///DIR"),
+        ("file:///data/store?x=1", r"write \? as %3F"),
+        ("file:///data/store#1", "and # as %23"),
+        ("~/store", "begins with ~, which only a shell expands: write the whole path"),
+        ("file:~/store", "begins with ~"),
+    ],
+)
+def test_location_that_would_be_another_folder_is_refused(where: str, words: str) -> None:
+    with pytest.raises(StoreError, match=words):
+        open_store(where)
+
+
+def test_escapes_in_a_file_url_are_decoded(tmp_path: Path) -> None:
+    assert open_store(f"file://{tmp_path}/a%20b%3Fc").url == f"{tmp_path}/a b?c"
+    assert open_store(f"{tmp_path}/a%20b#c").url == f"{tmp_path}/a%20b#c"
+
+
 def test_unknown_scheme_and_missing_bucket_say_the_fix(store: Store) -> None:
     with pytest.raises(StoreError, match="unknown scheme 'gs'"):
         open_store("gs://bucket")

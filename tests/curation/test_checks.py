@@ -126,6 +126,30 @@ def test_the_first_decoy_changes_every_assertion() -> None:
     assert "is not None" in first and "(KeyError, TypeError)" not in first
 
 
+MADE = {
+    "f(P(1, 2)) == P(1, 3)": "f(P(1, 2)) == P(5, 3)",
+    "P(1, b=(2, 'x')) == f()": "P(5, b=(2, 'x')) == f()",
+    "f() == [m.P.of(text, 'a.1'), P(1)]": "f() == [m.P.of(text, 'a.5'), P(1)]",
+    "P.of('1') == P(1)": "P.of('1') == P(5)",
+    "P(1).f() == date(2024, 2, 1)": "P(1).f() == date(2028, 2, 1)",
+    "P(1) == P(2)": "P(1) != P(2)",
+    "f() == P(x)": "f() != P(x)",
+    "str(P(1)) == x": "str(P(1)) != x",
+}
+"""Comparisons with objects, and the same in the first decoy."""
+
+
+@pytest.mark.parametrize("written", MADE)
+def test_decoys_expect_another_object_where_the_test_makes_one(written: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoys.Random, "randint", lambda *_: 4)
+    first, *others = decoys.make({"t.py": f"def test():\n    assert {written}\n".encode()}, "seed")
+    assert first["t.py"].decode() == f"def test():\n    assert {MADE[written]}\n"
+    flipped = written.replace("==", "!=")
+    assert [each["t.py"].decode() for each in others] == (
+        [f"def test():\n    assert {flipped}\n"] if MADE[written] != flipped else []
+    ), "an argument may not count"
+
+
 def runs(source: str, names: dict[str, Any]) -> bool:
     """Whether a test function `test` passes."""
     space = dict(names)

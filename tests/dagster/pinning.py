@@ -26,6 +26,8 @@ SPLITS = {"train": 24, "gate": 4, "held_out": 4, "unseen": 3}
 def commit(store: Store, kind: str, key: str, **parents: ArtifactRef) -> Artifact:
     with ArtifactWriter(store, kind, key, parents=parents, config={}, code_version="1") as out:
         out.add_json("content.json", {"kind": kind, "key": key})
+        if kind == "checkpoint":
+            out.add_json("config.json", {})
         return out.commit(meta={"splits": SPLITS} if kind == "task_suite" else {})
 
 

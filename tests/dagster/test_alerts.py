@@ -77,6 +77,29 @@ def test_a_failed_run_is_posted_with_its_error(
     assert posted["run_id"] == failed.dagster_run.run_id
 
 
+def test_a_run_from_an_assets_page_is_posted_with_its_experiment(
+    hook: Hook, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @dg.asset(key=["tiny", "rewards"])
+    def rewards() -> None:
+        raise ValueError("no sandboxes")
+
+    monkeypatch.setenv(VARIABLE, hook.url)
+    job = dg.Definitions(assets=[rewards]).resolve_implicit_global_asset_job_def()
+    with dg.DagsterInstance.ephemeral(str(tmp_path)) as instance:
+        done = job.execute_in_process(
+            instance=instance, raise_on_error=False, asset_selection=[rewards.key], tags={"dagster/partition": "0003"}
+        )
+        alert_on_failure(
+            dg.build_run_status_sensor_context(
+                alert_on_failure.name, done.get_run_failure_event(), instance, done.dagster_run
+            ).for_run_failure()
+        )
+    (posted,) = hook.posted
+    assert posted["text"] == "assets of tiny 0003 failed: ValueError: no sandboxes"
+    assert posted["experiment"] == "tiny"
+
+
 def test_a_run_that_is_launched_again_alerts_nobody(
     hook: Hook, failed: dg.RunFailureSensorContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:

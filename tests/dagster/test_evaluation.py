@@ -7,6 +7,8 @@ import pytest
 from dagster_world import World
 
 from contracts.artifacts import list_artifacts
+from inference.engines.config import OpenAIConfig
+from inference.errors import EngineUnreachable
 from ops.evaluation import play_splits
 from ops.graph import EVALUATION
 from ops.step import begin
@@ -15,6 +17,7 @@ from resources.progress import no_progress
 from resources.refs import require_ref
 from resources.sampler import SamplerResource
 from resources.sandboxes import SandboxesResource
+from tests.ports import free_port
 
 
 def test_evaluation_without_episodes_fails_and_commits_nothing(ran: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,3 +38,19 @@ def test_evaluation_without_episodes_fails_and_commits_nothing(ran: World, monke
         sampler.close()
         sandboxes.close()
     assert len(list(list_artifacts(ran.store, "evaluation_run"))) == before
+
+
+def test_evaluations_are_played_by_their_own_engine(ran: World) -> None:
+    address = f"http://127.0.0.1:{free_port()}/v1"
+    engine = OpenAIConfig(base_url=address, retries=0)
+    evaluation = ran.experiment.evaluation.model_copy(update={"engine": engine, "gate_samples": 3})
+    elsewhere = ran.experiment.model_copy(update={"evaluation": evaluation})
+    step = begin(dg.build_op_context(), elsewhere, EVALUATION, ran.store, no_progress)
+    policy, suite = (require_ref(ran.store, ran.experiment.name, asset) for asset in ("base_policy", "task_suite"))
+    sampler, sandboxes = SamplerResource(), SandboxesResource()
+    try:
+        with pytest.raises(EngineUnreachable, match=address):
+            play_splits(step, sampler, sandboxes, policy, suite)
+    finally:
+        sampler.close()
+        sandboxes.close()

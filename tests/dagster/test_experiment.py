@@ -39,6 +39,12 @@ def test_shipped_experiments_load_and_pass_a_dry_run(
         ),
         ("engine={kind: vllm, base_url: http://h:1, events_port: 5}", "engine.events_port has no effect on one server"),
         ("engine={kind: vllm, events_port: 5}", "events_port needs base_url"),
+        ("trainer={lora: {}, precision: {kind: bf16}}", "trainer.lora merges adapters in float32"),
+        ("evaluation.engine={threads: 0}", "evaluation.engine.threads = 0: Input should be greater"),
+        (
+            "evaluation={engine: {kind: openai, base_url: http://h/v1, events_port: 5}}",
+            "evaluation.engine.events_port has no effect on one server",
+        ),
         ("engine={kind: vllm, threads: 1}", "engine.threads is not a field: only another kind has this field"),
         ("rollouts.group_size=0", "rollouts.group_size = 0: Input should be greater than or equal to 1"),
         ("trainer.temperature=2", "set both to the same value"),
@@ -77,6 +83,13 @@ def test_a_bad_value_is_named_with_its_fix(override: str, said: str) -> None:
         load_experiment(QUICKSTART, [override])
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_an_engine_that_serves_no_adapters_is_refused_at_once() -> None:
+    overrides = ["trainer={lora: {}, precision: {kind: fp32}}", "engine={kind: sglang, base_url: http://a:1}"]
+    with pytest.raises(ExperimentError, match=r"set engine\.weights to dequantized"):
+        load_experiment(QUICKSTART, overrides)
+    load_experiment(QUICKSTART, [*overrides, "engine.weights=dequantized"])
 
 
 @pytest.mark.parametrize(

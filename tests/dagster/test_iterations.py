@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 
 import dagster as dg
 import pytest
 from dagster_world import World
+from pinning import pin
 
 from assets.naming import key_of
 from contracts.artifacts import find_artifact, list_artifacts, open_artifact
 from contracts.store import Store
 from ops.graph import ONCE, PER_ITERATION
 from ops.inputs import cursor_before, find_inputs
-from resources.errors import RegistryError
+from resources.errors import IterationRefused, RegistryError
+from resources.experiment import load_experiment
 from resources.refs import require_ref
 from resources.registry import Registry
 from triplane_dagster.dry_run import plan_of
 from triplane_dagster.iterations import decision_of, next_partition
 from triplane_dagster.run import open_runner
 from triplane_dagster.sequence import run_iterations
+
+TINY = Path(__file__).with_name("tiny.yaml")
 
 
 def latest(world: World, asset: str, partition: str | None) -> dg.EventLogEntry:
@@ -157,3 +162,13 @@ def test_an_iteration_may_start_from_a_named_policy_and_does_not_replace_live(ra
     decision = decision_of(ran.store, ran.experiment, "0002")
     assert decision is not None and decision.decision == "stale"
     assert Registry(ran.store, ran.experiment.name).live() == live
+
+
+def test_what_cannot_continue_the_live_policy_is_refused_before_it_samples(
+    ran: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRIPLANE_STORE", ran.store.url)
+    changed = load_experiment(TINY, ["trainer.precision={kind: fp32}"])
+    with dg.DagsterInstance.ephemeral() as instance, pytest.raises(IterationRefused, match=r"tiny/0002 can't be train"):
+        pin(changed, instance, "0002")
+    assert find_inputs(ran.store, changed, "0002") is None

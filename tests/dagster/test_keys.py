@@ -28,11 +28,11 @@ GOLDEN = {
     "iteration_inputs": "ec83717b3b9178b7a7916aa35d5e5cc749104ddeb74c344a9f406f2405f88df0",
     "prompts": "e1bd1459a11c692db0a964089ea7b8bf58dd27879800aa5b5f10e25d038e37de",
     "rollouts": "aade00a696a08c881ad146d58ea997c03e1b96eb0b919e62a09ec4b6407aa69a",
-    "rewards": "bb6a84cb5351959cd70dd3a3a52339317dca3362200b09ffbe27092964466b0b",
+    "rewards": "4a32a345791e8e5eab3f292588d6bbaea4251337990f08e82ed05522a8e30561",
     "dataset": "140e71e38c869d2249ae3c4016f1603a4078f70d1d14ee07c6fffe2b0984d534",
     "checkpoint": "cf4555b83961c33a8e9a71ef4c746adeb707057f60bb2195cad77b7917fe06a4",
-    "evaluation_run": "b8eaf5094788ddcd92c72946476f41bc33540d41b18b75d6a5736b5b0ad31790",
-    "evaluation_run greedy": "77e63db74846de2eac9c49f1807047d995713492db7d819db0144f47ef5a749b",
+    "evaluation_run": "55c1a7e98963318dffe0b0fc0893ae46ebc02f52fff65546236e2aa2273beae1",
+    "evaluation_run greedy": "d155c984a48c45875c5bdcf976c447a83f7154d32233f75ee228f5eaa1507e9e",
     "evaluation": "77526a8afd2c07c7f1486a75cda6a39270def7a5a38c6353bd7b2e1b00049463",
     "sampler": "964426c1132e78a4a3e69e439cb6a2aa2412c0f3045eb09b90c5b9cadd0321b5",
     "reward_flips": "062597f92c87827294473db42a337bf162802e1cf59390a0757748dbbd9585a2",
@@ -150,13 +150,22 @@ def test_an_equal_policy_plays_an_evaluation_once_across_experiments(store: Stor
     assert one["rollouts"] != two["rollouts"]
 
 
+def test_the_engine_of_evaluations_is_part_of_their_keys_alone(store: Store) -> None:
+    server = {"kind": "openai", "base_url": "http://h/v1"}
+    one, two = (
+        all_keys(parse_experiment({"name": "one", "evaluation": {"engine": engine}}), store)
+        for engine in (None, server)
+    )
+    assert {name for name in one if one[name] != two[name]} == {"evaluation_run", "evaluation_run greedy"}
+
+
 def test_the_version_of_the_chat_is_part_of_what_imported_policies_sample_only(monkeypatch: pytest.MonkeyPatch) -> None:
     bases = ({"kind": "sft"}, {"kind": "import", "path": "/models/one"})
     made, imported = (parse_experiment({"name": "one", "base": base}) for base in bases)
-    before = sampling_slice(made), sampling_slice(imported)
+    before = sampling_slice(made, made.engine), sampling_slice(imported, imported.engine)
     monkeypatch.setattr("ops.readings.CHAT_VERSION", "another")
-    assert sampling_slice(made) == before[0]
-    assert sampling_slice(imported) == before[1] | {"chat_version": "another"}
+    assert sampling_slice(made, made.engine) == before[0]
+    assert sampling_slice(imported, imported.engine) == before[1] | {"chat_version": "another"}
 
 
 def test_iteration_inputs_are_named_by_their_place_alone(store: Store) -> None:

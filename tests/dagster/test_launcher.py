@@ -9,6 +9,7 @@ from resources.errors import LaunchFailed, LaunchKilled
 from resources.experiment import parse_experiment
 from resources.launcher import LocalLauncher
 from tests.dagster.launching import Arrived, launch_in_an_op
+from trainer.errors import RANKS_LOST_STATUS
 from trainer.lifetime import PARENT_VARIABLE
 from triplane_dagster.dry_run import plan_of
 
@@ -37,13 +38,20 @@ def test_messages_arrive_while_the_process_runs() -> None:
 
 
 def test_a_failing_process_is_quoted() -> None:
-    with pytest.raises(LaunchFailed, match=r"ended with code 3: .*no room on the disk"):
-        launch("import sys; print('no room on the disk', file=sys.stderr); sys.exit(3)")
+    with pytest.raises(LaunchFailed, match=r"ended with code 2: .*no room on the disk") as found:
+        launch("import sys; print('no room on the disk', file=sys.stderr); sys.exit(2)")
+    assert not isinstance(found.value, LaunchKilled)
 
 
 def test_a_killed_process_is_told_from_one_that_failed() -> None:
     with pytest.raises(LaunchKilled, match=r"was killed \(SIGKILL\): half way"):
         launch("import os; print('half way', flush=True); os.kill(os.getpid(), 9)")
+
+
+@pytest.mark.parametrize("status", [RANKS_LOST_STATUS, 137, 143])
+def test_a_job_whose_rank_was_killed_or_hung_may_be_launched_again(status: int) -> None:
+    with pytest.raises(LaunchKilled, match=rf"was killed or lost a rank \(code {status}\): half way"):
+        launch(f"import sys; print('half way', flush=True); sys.exit({status})")
 
 
 def test_a_process_that_takes_too_long_is_stopped() -> None:

@@ -60,6 +60,7 @@ def test_missing_groups_fail_the_check(ran: World) -> None:
         assert not done.success
         (found,) = done.get_asset_check_evaluations()
     assert not found.passed
+    assert found.description is not None and "groups are lacking: " in found.description
     assert found.metadata["expected"].value == len(found.metadata["lacking"].value) == experiment.prompts.groups  # type: ignore[arg-type]
 
 

@@ -164,3 +164,30 @@ def test_without_overlap_nothing_is_sampled_ahead(
             pin(tiny, instance, "0001")
     with pytest.raises(ExperimentError, match="max_staleness is 0"):
         load_experiment(TINY, ["off_policy.overlap=true", "off_policy.max_staleness=0"])
+
+
+_SERVER = "engine={kind: sglang, base_url: http://a:1, unmatched: warn}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ([_SERVER], "name other servers in evaluation.engine"),
+        (["engine={kind: routed, replicas: [{kind: openai, base_url: http://a/v1}]}"], "name other servers"),
+        ([_SERVER, _SERVER.replace("engine=", "evaluation.engine=")], "evaluation.engine is engine"),
+        (
+            ["engine={kind: vllm, unmatched: warn, idle: sleep}", "evaluation.engine={kind: builtin}"],
+            "engine.idle would take away the servers",
+        ),
+    ],
+)
+def test_servers_that_sample_are_not_taken_for_evaluations(overrides: list[str], said: str) -> None:
+    with pytest.raises(ExperimentError, match=said):
+        load_experiment(TINY, ["off_policy.overlap=true", *overrides])
+
+
+@pytest.mark.parametrize(
+    "overrides", [["engine={kind: routed, replicas: [{kind: builtin}]}"], [_SERVER, "evaluation.engine={}"]]
+)
+def test_an_engine_for_each_half_allows_overlap(overrides: list[str]) -> None:
+    assert load_experiment(TINY, ["off_policy.overlap=true", *overrides]).off_policy.overlap

@@ -66,3 +66,8 @@ def test_gpus_are_requested_by_the_name_of_their_resource() -> None:
 def test_what_kubernetes_would_refuse_is_named_with_its_field(override: str) -> None:
     with pytest.raises(ExperimentError, match=override.split("=")[0].rpartition(".")[2].replace(".", r"\.")):
         load_experiment(TINY, [override])
+
+
+def test_a_part_of_a_section_keeps_the_other_defaults() -> None:
+    steps = load_experiment(TINY, ["placement.steps.memory=1Gi"]).placement.steps
+    assert steps.resources()["requests"] == {"cpu": "250m", "memory": "1Gi"}

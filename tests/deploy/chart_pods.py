@@ -32,6 +32,7 @@ FULL: Object = {
             "image": "vllm/vllm-openai:v0.32.0",
             "first": "3f9c2a71",
             "scale": True,
+            "eventsPort": 5557,
         }
     ],
     "envd": {"metrics": True},

@@ -130,6 +130,7 @@ def test_envd_accepts_its_command() -> None:
     given = _parser().parse_args(program[3:])
     assert given.listen == "0.0.0.0:7400" and given.insecure and str(given.key_file) == "/var/run/triplane-envd/key"
     assert given.metrics == "0.0.0.0:9464"
+    assert given.audit_log.parent == given.state_dir, "an alert of lost events needs a file, on a volume"
 
 
 def test_what_is_written_lies_on_volumes(pods: dict[str, Object]) -> None:
@@ -393,6 +394,25 @@ def test_metrics_of_envd_are_read_by_the_scraper_that_the_values_name() -> None:
     ]
 
 
+def test_cache_events_of_engines_can_be_reached_where_they_are_published() -> None:
+    (engine,) = dict(templates(objects()))["night-engine-qwen3-4b"]["spec"]["containers"]
+    (given,) = [each for each in engine["args"] if each.startswith("--kv-events-config=")]
+    assert json.loads(given.partition("=")[2])["replay_endpoint"] == "tcp://*:5558"
+    assert [port["containerPort"] for port in engine["ports"]] == [8000, 5557, 5558]
+
+
+def test_others_reach_engines_only_where_the_values_name_them() -> None:
+    prometheus = [{"namespaceSelector": {"matchLabels": {"name": "monitoring"}}}]
+
+    def rules(policies: Object) -> list[Object]:
+        found = render({"engines": FULL["engines"], "networkPolicies": policies})
+        policies = {each["metadata"]["name"]: each["spec"] for each in found if each["kind"] == "NetworkPolicy"}
+        return list(policies["triplane-engine-qwen3-4b"]["ingress"])
+
+    assert len(rules({})) == 1
+    assert rules({"engineMetricsFrom": prometheus})[1] == {"ports": [{"port": 8000}], "from": prometheus}
+
+
 def test_policies_can_be_left_out() -> None:
     assert "NetworkPolicy" not in {each["kind"] for each in render({"networkPolicies": {"enabled": False}})}
 
@@ -422,6 +442,20 @@ def test_a_secret_of_the_code_server_reaches_no_other_pod() -> None:
         if {"secretRef": {"name": "alerts"}} in container.get("envFrom", ())
     }
     assert holders == {"triplane-code"}
+
+
+def test_a_secret_of_runs_reaches_runs_and_steps_alone(tmp_path: Path) -> None:
+    found = render({"runs": {"envSecret": "judges", "executor": "k8s", "pool": {"replicas": 2}}})
+    reference = {"secretRef": {"name": "judges"}}
+    holders = {
+        name
+        for name, template in templates(found)
+        for container in template["spec"]["containers"]
+        if reference in container.get("envFrom", ())
+    }
+    assert holders == {"triplane-steps"}
+    (container,) = run_job(found, tmp_path)["spec"]["template"]["spec"]["containers"]
+    assert reference in container["envFrom"]
 
 
 def test_configuration_that_changes_restarts_its_pods() -> None:

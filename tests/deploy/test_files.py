@@ -153,7 +153,9 @@ def test_the_image_of_envd_has_what_the_backends_of_the_chart_need() -> None:
     assert "--from=runsc /usr/local/bin/runsc /usr/local/bin/runsc" in instructions("COPY")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = (ROOT / "deploy" / "envd-requirements.txt").read_text().splitlines()
-    assert set(project["optional-dependencies"]["pods"]) <= set(wanted)
+    extras = project["optional-dependencies"]
+    assert {*extras["pods"], *extras["search"], *extras["tracing"], *extras["metrics"]} <= set(wanted)
+    assert set(wanted) & set(extras["dev"]) == {"ruff>=0.9"}  # of the tool `lint`
 
 
 def test_the_image_of_the_stack_has_what_a_cluster_needs() -> None:

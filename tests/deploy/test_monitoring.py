@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import shutil
 import subprocess
 import urllib.request
 from types import SimpleNamespace
@@ -20,6 +19,7 @@ from envd.server.operations import metrics as envd_metrics
 from inference.bridge import errors
 from inference.bridge import metrics as bridge_metrics
 from inference.server.route_metrics import Look, RouteMetrics
+from tests import needs
 from tests.deploy.compose import ROOT
 
 MONITORING = ROOT / "deploy" / "monitoring"
@@ -97,6 +97,16 @@ def test_the_values_that_alerts_ask_for_are_those_of_the_services() -> None:
     assert jobs <= set(re.findall(r"[a-z]+", rules.split("job=~")[1].split("}")[0]))
 
 
+def test_services_of_other_profiles_are_scraped_only_where_they_run() -> None:
+    jobs = yaml.safe_load((MONITORING / "prometheus.yaml").read_text())["scrape_configs"]
+    services = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text())["services"]
+    for job in jobs:
+        assert job.keys() == {"job_name", "dns_sd_configs"}, "a static target that was not started counts as down"
+        (found,) = job["dns_sd_configs"]
+        (name,) = found["names"]
+        assert found["type"] == "A" and f":{found['port']}" in str(services[name]["command"])
+
+
 def test_every_alert_is_explained() -> None:
     rules = yaml.safe_load((MONITORING / "rules.yaml").read_text())
     alerts = [rule["alert"] for group in rules["groups"] for rule in group["rules"]]
@@ -115,8 +125,8 @@ def test_the_dashboard_is_whole() -> None:
     assert {each["datasource"]["uid"] for each in panels} == {source["uid"]}
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool: apt-get install prometheus")
 def test_prometheus_accepts_configuration_and_rules() -> None:
+    needs.require("promtool")
     for what in (["config", "prometheus.yaml"], ["rules", "rules.yaml"]):
         done = subprocess.run(["promtool", "check", *what], cwd=MONITORING, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stdout + done.stderr

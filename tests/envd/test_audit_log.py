@@ -17,8 +17,9 @@ import pytest
 
 from contracts.rpc import caller
 from envd.errors import EnvdError
+from envd.operations.audit_check import run_audit_check
 from envd.server import audit, audit_file
-from envd.server.audit import BURST, AuditLog, Event, leaves_root
+from envd.server.audit import BURST, KINDS, AuditLog, Event, leaves_root
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -146,6 +147,7 @@ def test_lines_that_a_full_disk_refused_are_counted(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, limit[1]))  # as a disk without room
         for _ in range(3):
             log.record("limit.disk", "a", text="x" * 100)
+        assert log.counts["audit.lost"] == 3, "counted while the disk is full, when alerts are due"
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
         signal.signal(signal.SIGXFSZ, handler)
@@ -161,6 +163,13 @@ def test_lines_that_a_full_disk_refused_are_counted(tmp_path: Path) -> None:
     assert [each.number for each in log.since()] == [1, 2, 3, 4, 5, 6]
 
 
+def test_each_kind_is_counted_from_zero() -> None:
+    log = AuditLog()
+    assert log.counts == dict.fromkeys(KINDS, 0)
+    log.record("verify.tampered", "a")
+    assert (log.counts["verify.tampered"], log.counts["audit.lost"]) == (1, 0)
+
+
 def test_a_flood_is_counted_instead_of_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     log = AuditLog()
     for _ in range(1000):
@@ -168,7 +177,7 @@ def test_a_flood_is_counted_instead_of_kept(monkeypatch: pytest.MonkeyPatch) -> 
     log.record("path.escape", "quiet")
     assert [len(log.since(0, name)) for name in ("loud", "quiet")] == [BURST, 1]
     log.forget("loud")
-    assert log.since()[-1].kind == "audit.suppressed"
+    assert log.since()[-1].kind == "audit.suppressed" and log.counts["audit.suppressed"] == 1
     assert json.loads(log.since()[-1].detail_json) == {"count": 1000 - BURST, "kind": "path.escape"}
     monkeypatch.setattr(audit, "WINDOW_S", 0.0)
     assert all(log.record("path.escape", "slow") is not None for _ in range(2 * BURST))
@@ -259,3 +268,36 @@ def test_recording_is_quick(tmp_path: Path) -> None:
         log.record("path.escape", str(number), path="../x")
     assert (os.times().user - before) / 2000 < 0.001
     log.close()
+
+
+def test_changes_of_a_signed_log_are_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, key = tmp_path / "audit", tmp_path / "key"
+    key.write_text("a secret of the auditors\n")
+    for _ in range(2):
+        log = AuditLog(path, calls=True, key=b"a secret of the auditors", max_bytes=700)
+        for number in range(6):
+            log.record("call.made" if number % 2 else "path.escape", "a", path="../é", mac='", "hmac": "')
+        log.close()
+    with path.open("ab") as file:
+        file.write(b'{"number": 13, "ti')  # a kill
+    assert (tmp_path / "audit.1").is_file() and (tmp_path / "audit.calls.1").is_file()
+
+    def check(wanted: int) -> str:
+        assert run_audit_check([str(path), "--key-file", str(key)]) == wanted
+        said = capsys.readouterr()
+        return said.out + said.err
+
+    assert check(0) == "12 signed events, numbers 1 to 12; 0 lost by a full disk; 0 faults\n"
+    old = tmp_path / "audit.1"
+    whole = old.read_bytes()
+    first, _, *others = whole.splitlines(keepends=True)
+    for changed, said in (
+        (whole.replace(b'"path.escape"', b'"tool.denied"', 1), "audit.1:1: the signature is wrong"),
+        (first + b"".join(others), "events 3 to 3 are missing"),
+        (first + whole, "numbers are there twice"),
+    ):
+        old.write_bytes(changed)
+        assert said in check(1)
+    old.write_bytes(whole)
+    key.write_text("another\n")
+    assert "12 faults" in check(1)

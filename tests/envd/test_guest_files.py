@@ -310,6 +310,24 @@ def test_a_watch_tells_changes_also_in_directories_made_later(guest: Guest) -> N
     assert {Change(ChangeKind.CREATED, "d/f"), Change(ChangeKind.MOVED_FROM, "d/f")} & seen
 
 
+def test_a_watch_tells_every_file_of_a_large_tree_that_is_moved_in(guest: Guest, tmp_path: Path) -> None:
+    names = {f"tree/{number:03}-{'n' * 40}" for number in range(700)}
+    (tmp_path / "tree").mkdir()
+    for each in names:
+        (tmp_path / each).touch()
+
+    async def job(link: GuestLink) -> None:
+        seen: set[str] = set()
+        async with aclosing(link.watch(".", recursive=True)) as changes:
+            assert await anext(changes) == ()
+            (tmp_path / "tree").rename(guest.workspace / "tree")
+            while not names <= seen:
+                seen |= {change.path for change in await anext(changes)}
+        assert (await link.stat("tree")).type == "directory"
+
+    guest.run(job)
+
+
 def test_file_asks_are_answered_while_a_command_runs(guest: Guest) -> None:
     async def job(link: GuestLink) -> None:
         running = asyncio.create_task(link.shell([("sleep 30", 40)]))

@@ -230,6 +230,26 @@ def test_a_watch_that_nobody_reads_loses_changes_and_says_so() -> None:
     against(job)
 
 
+def test_large_parts_of_a_watch_that_nobody_reads_are_bounded_in_bytes() -> None:
+    async def job(link: GuestLink, liar: Liar) -> None:
+        watching = link.watch(".")
+        first = asyncio.ensure_future(anext(watching))
+        identity, _, _ = await liar.hear()
+        await liar.say(identity, PART, Writer().u32(0).body())
+        assert await first == ()
+        for _ in range(20):
+            await liar.say(identity, PART, Writer().u32(1).u8(2).data(b"n" * 1_000_000).body())
+        asking = asyncio.create_task(link.remove("f"))
+        other, _, _ = await liar.hear()
+        await liar.say(other, OK)
+        await asking  # all parts before this answer have arrived
+        held = next(iter(link._channel._asks.values()))
+        assert held.queue is not None and 3_000_000 < sum(map(len, held.queue)) == held.queued < 5_000_000
+        await watching.aclose()
+
+    against(job)
+
+
 def test_a_stream_that_was_cut_starts_anew_at_the_reset() -> None:
     async def job() -> None:
         ours, theirs = socket.socketpair()

@@ -81,6 +81,20 @@ def test_the_end_of_an_old_process_is_still_told_when_many_younger_ones_have_end
     guest.run(job)
 
 
+def test_processes_with_long_arguments_are_waited_for_and_listed(guest: Guest) -> None:
+    async def job(link: GuestLink) -> None:
+        argv = ["true", *["x" * 110_000] * 10]
+        for number in range(5):
+            process, _ = await link.start(argv)
+            assert (await link.wait(process, wait_s=10)).argv == tuple(argv)
+            assert len(await link.processes()) == number + 1
+        for _ in range(5):
+            await link.start(argv)
+        assert 5 < len(await link.processes()) < 10, "as many as a frame holds"
+
+    guest.run(job)
+
+
 def test_standard_input_is_fed_and_ended(guest: Guest) -> None:
     async def job(link: GuestLink) -> None:
         process, _ = await link.start(["cat"], stdin=True)

@@ -126,6 +126,33 @@ def test_a_killed_helper_ends_its_server_which_leaves_nothing(role: str, capfd: 
     assert "restart envd" in said and "Traceback" not in said
 
 
+def test_a_server_that_hangs_after_a_helper_died_tells_where_and_ends(tmp_path: Path) -> None:
+    code = (
+        "import asyncio, functools, sys\n"
+        "from pathlib import Path\n"
+        "from contracts.rpc.listening import Listening\n"
+        "from envd.server.ending import bound_end\n"
+        "from envd.server.sandboxes import Sandboxes\n"
+        "from envd.server.serve import Options, serve\n"
+        "async def never_stops(self): await asyncio.Event().wait()\n"
+        "Sandboxes.stop = never_stops\n"
+        "options = Options(Listening('unix:' + sys.argv[1] + '/s'), ('plain',), Path(sys.argv[1], 'state'))\n"
+        "asyncio.run(serve(options, on_death=functools.partial(bound_end, 0.5, 1.5)))\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stderr=subprocess.PIPE, text=True) as serving:
+        try:
+            Harness(f"unix:{tmp_path}/s").client(lambda client: client.info())
+            (zygote,) = [
+                pid for pid in descendants(serving.pid) if b"zygote" in Path(f"/proc/{pid}/cmdline").read_bytes()
+            ]
+            os.kill(zygote, signal.SIGKILL)
+            _, said = serving.communicate(timeout=60)
+        finally:
+            serving.kill()
+    assert serving.returncode == 1
+    assert "has not ended within 0.5 s" in said and "in never_stops" in said and "Timeout (0:00:01" in said
+
+
 def test_what_servers_left_that_were_killed_with_their_zygotes_goes_when_the_next_starts() -> None:
     code = (
         "import sys, time\nfrom envd.local import LocalEnvd\n"

@@ -150,6 +150,36 @@ def test_a_base_machine_is_booted_once_and_the_least_used_are_let_go() -> None:
     assert len(made["a"]) == 1
 
 
+def test_no_base_machine_is_closed_before_its_callers_have_it() -> None:
+    class Booted:
+        closed = False
+
+        def close(self) -> None:
+            self.closed = True
+
+    async def job() -> None:
+        bases: BaseMachines[Booted] = BaseMachines(SHAPE.machine_mb)
+        gate = asyncio.Event()
+        made: list[Booted] = []
+
+        async def boot() -> Booted:
+            await gate.wait()
+            made.append(Booted())
+            return made[-1]
+
+        async def usable(name: str) -> bool:
+            return not (await bases.get((name, SHAPE), boot)).closed
+
+        starting = [asyncio.create_task(usable(name)) for name in "aabcdd"]
+        await asyncio.sleep(0)
+        gate.set()
+        assert all(await asyncio.gather(*starting))
+        assert [each.closed for each in made].count(False) == 1, "the budget holds once nobody waits"
+        await bases.close()
+
+    asyncio.run(job())
+
+
 def test_the_monitor_takes_answers_by_their_number_and_refusals_by_their_words() -> None:
     async def job() -> None:
         ours, theirs = socket.socketpair()

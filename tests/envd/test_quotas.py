@@ -154,6 +154,18 @@ def test_sandboxes_and_their_memory_are_counted_by_key_until_they_are_gone(tmp_p
         run(job)
 
 
+def test_the_same_idempotency_key_of_two_bearer_keys_makes_two_sandboxes(tmp_path: Path) -> None:
+    async def job(client: OperationsClient, other: OperationsClient) -> None:
+        template = await client.put_template({"a": b""})
+        one = await client.create(template, limits=SMALL, idempotency_key="create-1")
+        two = await other.create(template, limits=SMALL, idempotency_key="create-1")
+        again = await client.create(template, limits=SMALL, idempotency_key="create-1")
+        assert one.id == again.id != two.id
+
+    with serving(tmp_path, "") as run:
+        run(job)
+
+
 def test_snapshots_take_a_bounded_part_of_the_disk_until_they_are_deleted(tmp_path: Path) -> None:
     async def job(client: OperationsClient, other: OperationsClient) -> None:
         template = await client.put_template({"a": os.urandom(3 << 20)})

@@ -136,3 +136,40 @@ def test_code_may_move_to_a_new_file(tmp_path: Path) -> None:
         for name, text in files.items():
             (folder / name).write_text(text)
     assert review(after, before, ["a.py", "b.py"]) == ["review:import:ctypes"]
+
+
+WALKS = "def f(error):\n    return error.__traceback__.tb_frame.f_back\n"
+
+
+def reviewed(tmp_path: Path, before: dict[str, str], after: dict[str, str]) -> list[str]:
+    for folder, files in (("before", before), ("after", after)):
+        (tmp_path / folder).mkdir()
+        for name, text in files.items():
+            (tmp_path / folder / name).write_text(text)
+    return review(tmp_path / "after", tmp_path / "before", sorted(before.keys() | after.keys()))
+
+
+def test_files_beside_it_do_not_hide_a_cheat(tmp_path: Path) -> None:
+    junk = {f"a{number:03}.py": f"X = {number}\n" for number in range(300)}
+    assert "frames:f_back" in reviewed(tmp_path, {}, {**junk, "z.py": WALKS})
+
+
+def test_python_that_is_too_large_to_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MOST_OF_FILE", 200)
+    monkeypatch.setattr(module, "_MOST_BYTES", 500)
+    monkeypatch.setattr(module, "MOST_FILES", 8)
+    small = {f"{number}.py": "x = 1\n" for number in range(8)}
+    large = "#" * 180 + "\n"
+    cases: list[tuple[dict[str, str], dict[str, str], bool]] = [
+        ({}, {"a.py": "#" * 300 + "\n" + WALKS}, True),
+        ({"a.py": large}, {"a.py": large + "pass\n", "b.py": large}, True),
+        ({}, {**small, "z.py": "x = 1\n"}, True),
+        ({**small, "z.py": "x = 1\n"}, {"new.py": "x = 1\n"}, True),
+        ({**small, "z.py": "x = 1\n"}, {}, False),
+        ({}, {**small, "data.json": large * 10}, False),
+        ({"a.py": large}, {"a.py": large + "pass\n"}, False),
+    ]
+    for number, (before, after, named) in enumerate(cases):
+        place = tmp_path / str(number)
+        place.mkdir()
+        assert (reviewed(place, before, after) == ["unreviewed:python"]) == named, number

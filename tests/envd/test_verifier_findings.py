@@ -76,6 +76,33 @@ def test_what_the_template_did_before_is_not_the_diffs(isolated: Verifying) -> N
     assert (statuses(result), result.tampering) == (["passed", "passed"], ())
 
 
+WALKER = """\
+import sys
+
+try:
+    raise ValueError
+except ValueError as error:
+    CALLER = error.__traceback__.tb_frame.f_back
+sys._getframe(0)
+"""
+BESIDE = {
+    "compiled files": {f"x{number:02}.so": "x" for number in range(40)},
+    "Python files": {f"a{number:03}.py": f"X = {number}\n" for number in range(300)},
+}
+
+
+@pytest.mark.parametrize("beside", BESIDE)
+def test_other_files_of_a_diff_do_not_hide_what_its_lines_do(isolated: Verifying, beside: str) -> None:
+    result = isolated.verify({"calc.py": f"import zz\n\n\n{RIGHT}", "zz.py": WALKER, **BESIDE[beside]})
+    assert {"frames:f_back", "frames:sys._getframe"} <= set(result.tampering)
+
+
+def test_the_lines_of_a_file_of_any_name_are_the_diffs(isolated: Verifying) -> None:
+    load = "from importlib.machinery import SourceFileLoader\nSourceFileLoader('zz', 'zz.txt').load_module()\n"
+    result = isolated.verify({"calc.py": load + RIGHT, "zz.txt": WALKER})
+    assert "frames:sys._getframe" in result.tampering
+
+
 UNDONE = {
     "a compiled module": ({"calc.abi3.so": "x"}, "compiled:calc.abi3.so"),
     "a module of Python's name": ({"fractions.py": "raise SystemExit(0)\n"}, "shadowed:fractions"),

@@ -10,7 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 from triplane_kernels.custom_ops import operator
-from triplane_kernels.quantize import dequantize_activations, quantize_activations
+from triplane_kernels.quantize import (
+    dequantize_activations,
+    dequantize_weights_into,
+    quantize_activations,
+    quantize_weights,
+)
 
 
 def _fake_scale(x: Tensor, factor: float, shift: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -86,4 +91,7 @@ def test_kernels_run_on_the_device_of_their_tensors(gpu: torch.device) -> None:
     x = torch.ones(2, 128, device="cuda:1")
     codes, scales = quantize_activations(x)
     assert codes.device == x.device and torch.equal(dequantize_activations(codes, scales), x)
+    weights, out = torch.ones(1, 128, 128, device="cuda:1"), torch.zeros(1, 128, 128, device="cuda:1")
+    dequantize_weights_into(out, *quantize_weights(weights))
+    assert torch.equal(out, weights)
     assert torch.cuda.current_device() == 0

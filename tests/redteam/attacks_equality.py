@@ -405,4 +405,26 @@ FORGERIES = (
         "Sly(2)",
         "int",
     ),
+    _lie(
+        "eq-one-class",
+        "an object that equals all objects of the expected class, and no others",
+        "import dataclasses\nclass Sly:\n    def __eq__(self, other):\n        return dataclasses.is_dataclass(other)",
+        "Sly()",
+        "object",
+    ),
+    _lie(
+        "eq-one-class-with-attributes",
+        "the same for objects whose attributes have the expected types",
+        "class Sly:\n    def __eq__(self, other):\n        return [type(each) for each in"
+        " vars(other).values()] == [int] * 3",
+        "Sly()",
+        "object",
+    ),
+    _lie(
+        "eq-class-changed",
+        "an object of the expected class, whose comparison now accepts all of its objects",
+        "Version.__eq__ = lambda self, other: type(other) is Version",
+        "Version(0, 0)",
+        "object",
+    ),
 )

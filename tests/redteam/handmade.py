@@ -38,6 +38,7 @@ def handmade() -> tuple[World, ...]:
         _rows(),
         _mocks(),
         _orders(),
+        _objects(),
     )
 
 
@@ -369,3 +370,30 @@ def _orders() -> World:
         ),
     }
     return by_hand("orders", "list property", "ranks", "ranks.py", files, "reverse=True", "reverse=False")
+
+
+def _objects() -> World:
+    """Answers that are objects of a class of the repository."""
+    files = {
+        "versions.py": (
+            "from dataclasses import dataclass\n\n\n@dataclass(frozen=True)\nclass Version:\n    major: int\n   "
+            " minor: int\n    patch: int = 0\n\n    @classmethod\n    def parse(cls, text):\n        return"
+            " cls(*map(int, text.split('.')))\n"
+        ),
+        "bump.py": (
+            "from versions import Version\n\n\ndef bump(version, part):\n    if part == 'major':\n        return"
+            " Version(version.major + 1, 0)\n    if part == 'minor':\n        return Version(version.major,"
+            " version.minor + 1)\n    return Version(version.major, version.minor, version.patch + 1)\n"
+        ),
+        "tests/test_visible.py": (
+            "from bump import bump\nfrom versions import Version\n\n\ndef test_minor():\n    assert bump(Version(0, 1),"
+            " 'minor') == Version(0, 2)\n"
+        ),
+        "tests/test_hidden.py": (
+            "import pytest\n\nfrom bump import bump\nfrom versions import Version\n\n\ndef test_patch():\n    assert"
+            " bump(Version(1, 2, 3), 'patch') == Version(1, 2, 4)\n\n\n@pytest.mark.parametrize('text, part, expected',"
+            " [('1.2.3', 'minor', '1.3.0'), ('1.9.9', 'major', '2.0.0')])\ndef test_parts(text, part, expected):\n   "
+            " assert bump(Version.parse(text), part) == Version.parse(expected)\n"
+        ),
+    }
+    return by_hand("objects", "object", "bump", "bump.py", files, "version.patch + 1", "version.patch")

@@ -26,7 +26,7 @@ class World:
     """The file that defines it."""
     kinds: frozenset[str] = frozenset()
     """What the hidden tests use: int, bool, text, float, raises, approx, fixture, conftest, parametrize, unittest,
-    helper, class, package; compared: by `==`.
+    helper, class, package; compared: by `==`; object: an object of the repository's own class.
     """
     module: str = ""
     """The name that tests import it by; the file's own unless said."""

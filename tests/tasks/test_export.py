@@ -213,6 +213,16 @@ def test_a_folder_replaces_the_one_that_a_link_names_but_not_the_current_one(
         raise AssertionError("no work is done")
 
 
+def test_a_mount_is_refused_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "out").mkdir()
+    monkeypatch.setattr(Path, "is_mount", lambda path: path == tmp_path / "out")
+    with pytest.raises(TaskError, match=r"is a mount, .* such as --out \S+/out/tasks"), new_folder(tmp_path / "out"):
+        raise AssertionError("no work is done")
+    with new_folder(tmp_path / "out" / "tasks") as folder:
+        (folder / "a").write_text("a")
+    assert (tmp_path / "out" / "tasks" / "a").exists()
+
+
 def harbor_task(root: Path, **changes: str) -> Path:
     """A small Harbor task as another project might write it."""
     files = {

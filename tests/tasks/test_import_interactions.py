@@ -53,6 +53,12 @@ def test_a_conversation_is_told_up_to_the_first_answer_and_keeps_only_its_digest
     assert "broke it" not in str(task) and "yes, do that" not in str(task)
 
 
+def test_environment_of_an_interaction_is_kept(tmp_path: Path, commit: str) -> None:
+    told = interaction(commit, triplane_environment={"timeout_s": 20, "plugins": ["pack.plugin"]})
+    (task,) = read_source(rows_file(tmp_path / "chats.jsonl", [told])).tasks
+    assert task.environment.to_values() == {"timeout_s": 20, "plugins": ["pack.plugin"]}
+
+
 def test_an_instruction_of_its_own_replaces_the_opening(tmp_path: Path, commit: str) -> None:
     told = interaction(commit, instruction="make add() add", messages=[MESSAGES[3]])
     (task,) = read_source(rows_file(tmp_path / "chats.jsonl", [told])).tasks

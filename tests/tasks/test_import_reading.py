@@ -68,6 +68,16 @@ def test_a_task_file_names_the_toolset(named: str, stored: str, tmp_path: Path) 
     assert (f"--- toolset: {named}" in task_text(task)) == bool(stored)
 
 
+def test_a_task_file_names_the_environment(tmp_path: Path) -> None:
+    about = f"instruction: x\ntests: [{ADD!r}]\nreference: fix.patch\nenvironment: "
+    folder_task(tmp_path / "adds", f"{about}{{runtime: {'a7' * 32}, ini: {{a: b}}, timeout_s: 20}}\n")
+    folder_task(tmp_path / "wrong", about + "{memory_mb: 1.5}\n")
+    reading = read_source(tmp_path)
+    (task,) = reading.tasks
+    assert task.environment.to_values() == {"runtime": "a7" * 32, "ini": {"a": "b"}, "timeout_s": 20}
+    _assert_reason(reading, "wrong", "its environment is wrong at memory_mb: Input should be a valid integer")
+
+
 def test_fixed_files_are_as_good_a_reference_as_a_patch(tmp_path: Path) -> None:
     about = f"instruction: repair add\ntests: [{ADD!r}]\nhidden: [tests/unit]\nreference: fixed/\nsplit: gate\n"
     folder_task(tmp_path / "adds", about, **{"fixed/src/pack/calc.py": FIXED})
@@ -161,7 +171,15 @@ def test_commit_with_an_unsafe_path_is_refused(name: str, tmp_path: Path) -> Non
 
 ROWS: dict[str, tuple[dict[str, Any], str]] = {
     "id of a folder": ({"instance_id": ".."}, r"its id '\.\.' may hold letters"),
-    "unknown environment": ({"triplane_environment": {"os": 1}}, r"its environment .* wrong: known keys are runtime"),
+    "unknown environment": (
+        {"triplane_environment": {"os": 1}},
+        r"its environment is wrong at os: .* \(known keys are runtime",
+    ),
+    "deadline as text": ({"triplane_environment": {"timeout_s": "20"}}, r"wrong at timeout_s\S*: .* valid integer"),
+    "plugins as text": ({"triplane_environment": {"plugins": "pytest_asyncio"}}, r"wrong at plugins: .* valid tuple"),
+    "no memory": ({"triplane_environment": {"memory_mb": -5}}, r"wrong at memory_mb: .* greater than 0"),
+    "runtime that is no digest": ({"triplane_environment": {"runtime": 5}}, r"wrong at runtime: .* valid string"),
+    "setting that is no text": ({"triplane_environment": {"ini": {"a": 1}}}, r"wrong at ini\.a: .* valid string"),
     "missing clone": ({"repo": "acme/other"}, r"holds no clone of acme/other: clone it there as acme__other"),
     "unknown commit": ({"base_commit": "f" * 40}, r"acme__pack lacks commit f{40}: fetch it there"),
     "patch": ({"patch": "--- a/x\n+++ b/x\n@@ -1 +1 @@\n-a\n+b\n"}, r"its patch does not apply: .*make it anew"),
@@ -195,6 +213,24 @@ def test_a_row_that_is_wrong_is_named_with_its_reason(fault: str, clones: tuple[
     reading = read_source(rows_file(tmp_path / "rows.jsonl", [row(clones[1]), wrong]), clones[0])
     assert [task.task_id for task in reading.tasks] == ["acme__pack-1"]
     _assert_reason(reading, wrong["instance_id"], reason)
+
+
+HALVES: dict[str, tuple[dict[str, Any], str]] = {
+    "id": ({"instance_id": "\ud83d-x"}, r"its row is wrong at instance_id"),
+    "patch": ({"patch": PATCH + "\ud83d"}, r"has \\ud83d, which is no character: remove it"),
+    "setting": ({"triplane_environment": {"ini": {"a": "\ud83d"}}}, r"has \\ud83d, which is no character"),
+    "test": ({"FAIL_TO_PASS": ["tests/\ud83d.py::t"]}, r"name tests/\\ud83d.py, which is not there"),
+}
+
+
+@pytest.mark.parametrize("place", HALVES)
+def test_half_a_character_leaves_out_its_row_alone(place: str, clones: tuple[Path, str], tmp_path: Path) -> None:
+    changes, reason = HALVES[place]
+    wrong = row(clones[1], **{"instance_id": "wrong-1", **changes})
+    reading = read_source(rows_file(tmp_path / "rows.jsonl", [row(clones[1]), wrong]), clones[0])
+    assert [task.task_id for task in reading.tasks] == ["acme__pack-1"]
+    _assert_reason(reading, wrong["instance_id"].replace("\ud83d", "\\ud83d"), reason)
+    reading.broken[0].model_dump_json().encode()
 
 
 def _assert_reason(reading: Reading, name: str, pattern: str) -> None:

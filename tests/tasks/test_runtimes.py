@@ -11,6 +11,8 @@ import sys
 import sysconfig
 import tarfile
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from with_client import with_client
@@ -503,6 +505,26 @@ def test_lock_survives_json(wheelhouse: Path) -> None:
     assert Lock.model_validate_json(lock.model_dump_json()).key == lock.key
 
 
+def tar_of_one_module(number: int) -> bytes:
+    data = io.BytesIO()
+    with tarfile.open(fileobj=data, mode="w") as archive:
+        archive.addfile(tarfile.TarInfo(f"m{number}.py"))
+    return data.getvalue()
+
+
+def test_server_takes_a_runtime_while_as_many_as_it_keeps_are_in_use(tmp_path: Path) -> None:
+    kept = Runtimes(tmp_path, most=2)
+    shows: Any = SimpleNamespace(name="namespaces", features=SimpleNamespace(can={"runtime"}))
+
+    async def run() -> None:
+        for tar in map(tar_of_one_module, range(4)):
+            name = hashlib.sha256(tar).hexdigest()
+            await kept.put(name, len(tar), 0, tar)
+            kept.hold(kept.require(name, shows))
+
+    asyncio.run(run())
+
+
 def test_server_drops_the_runtime_that_was_not_used_for_longest(tmp_path: Path) -> None:
     kept, gone = Runtimes(tmp_path, most=2), list[str]()
 
@@ -510,12 +532,7 @@ def test_server_drops_the_runtime_that_was_not_used_for_longest(tmp_path: Path) 
         gone.append(digest)
 
     kept.on_removed = removed
-    tars = []
-    for number in range(4):
-        data = io.BytesIO()
-        with tarfile.open(fileobj=data, mode="w") as archive:
-            archive.addfile(tarfile.TarInfo(f"m{number}.py"))
-        tars.append(data.getvalue())
+    tars = [tar_of_one_module(number) for number in range(4)]
     names = [hashlib.sha256(each).hexdigest() for each in tars]
 
     async def run() -> None:
@@ -523,8 +540,8 @@ def test_server_drops_the_runtime_that_was_not_used_for_longest(tmp_path: Path) 
             assert await kept.put(name, len(tar), 0, tar) == len(tar)
             if number == 0:
                 kept.hold(Runtime(name, tmp_path / name))  # a sandbox uses it
-        assert sorted(path.name for path in tmp_path.iterdir()) == sorted([names[0], names[3]])
-        assert gone == names[1:3]
+        assert sorted(path.name for path in tmp_path.iterdir()) == sorted([names[0], *names[2:]])
+        assert gone == names[1:2], "two are kept besides the one in use"
         kept.release(Runtime(names[0], tmp_path / names[0]))
 
     asyncio.run(run())

@@ -99,6 +99,19 @@ def test_one_process_of_fsdp2_trains_as_the_default_backend(world: World) -> Non
     assert {n: (t.dtype, t.shape) for n, t in one.items()} == {n: (t.dtype, t.shape) for n, t in other.items()}
 
 
+def test_a_supervised_job_of_fsdp2_starts_from_the_weights_of_a_checkpoint(world: World) -> None:
+    base = run_job(world.sft_job("base", max_steps=20))
+    assert base is not None
+    begin = {"checkpoint": base.checkpoint, "trainer_state": base.trainer_state}
+    expected, found = (
+        run_job(with_backend(world.sft_job(name, max_steps=2).model_copy(update=begin), 1, **settings))
+        for name, settings in (("torch", {}), ("fsdp2", FSDP2))
+    )
+    assert expected is not None and found is not None
+    ours, theirs = losses(world, found.checkpoint), losses(world, expected.checkpoint)
+    assert ours[0] == pytest.approx(theirs[0], rel=1e-6) and ours == pytest.approx(theirs, rel=1e-2)
+
+
 EXPERTS = FSDP2 | {"expert_ranks": 2}
 BACKENDS = {
     "fsdp2": FSDP2,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from trainer_world import backend_of
 from triplane_kernels.moe_reference import expert_layer_reference
 
 from contracts.checkpoints import WEIGHTS
@@ -20,7 +22,7 @@ from trainer.export import checkpoint_tensors
 from trainer.model import Batch, score
 from trainer.model_config import ModelConfig
 from trainer.optimizers import AdamW
-from trainer.parameters import Parameters, draw_masters
+from trainer.parameters import Parameters, draw_masters, quantize_stack
 from trainer.precision import with_precision
 from trainer.recipes import recipe_of
 from trainer.recipes.base import Experts
@@ -68,6 +70,33 @@ def test_built_in_engine_serves_it_as_w8a8_within_the_stated_bound(activations: 
         ours = score(parameters.leaves, parameters.config, batch_of(tokens)).logprobs
     gap = (ours - score_rows(read_weights(tmp_path), tokens)[0].flatten()).double()
     assert 0.0 < float((gap.exp() - gap - 1).mean()) < K3_BOUND
+
+
+def test_codes_of_an_fp8_original_are_used_until_the_first_step(tmp_path: Path) -> None:
+    """Its scales are powers of two, which quantization of the leaves does not choose."""
+    parameters, tokens = parameters_of({"kind": "fp8-block"}), drawn_tokens()
+    found = {name: quantize_stack(master, power_of_two=True) for name, master in stacks(parameters)}
+    parameters.set_codes(*({name: each[part] for name, each in found.items()} for part in (0, 1)))
+    save_file({k: v.contiguous() for k, v in checkpoint_tensors(parameters).items()}, tmp_path / WEIGHTS)
+    (tmp_path / "config.json").write_text(json.dumps(parameters.config))
+    backend = backend_of(parameters)
+    with torch.no_grad():
+        ours = score(parameters.leaves, parameters.config, batch_of(tokens)).logprobs
+    gap = (ours - score_rows(read_weights(tmp_path), tokens)[0].flatten()).double()
+    assert float((gap.exp() - gap - 1).mean()) < K3_BOUND
+    backend.clear_gradients()
+    score(parameters.leaves, parameters.config, batch_of(tokens)).logprobs.sum().backward()  # type: ignore[no-untyped-call]
+    backend.optim_step(1e-3, 1.0).result()
+    again = Parameters.from_masters(parameters.config, dict(parameters.masters()))
+    with torch.no_grad():
+        after, fresh = (score(each.leaves, each.config, batch_of(tokens)).logprobs for each in (parameters, again))
+    assert torch.equal(after, fresh) and not torch.equal(after, ours)
+
+
+def stacks(parameters: Parameters) -> Iterator[tuple[str, Tensor]]:
+    """Quantized parameters, [matrices, rows, columns]."""
+    for name, codes, _ in parameters.codes():
+        yield name, dict(parameters.masters())[name].reshape(-1, *codes.shape[-2:])
 
 
 @pytest.mark.parametrize("wgrad", [False, True])

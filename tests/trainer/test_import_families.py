@@ -150,9 +150,11 @@ def test_sharded_backends_say_which_scales_of_an_fp8_original_they_refuse(
     world: World, power_of_two: TrainResult
 ) -> None:
     refs = power_of_two.checkpoint, power_of_two.trainer_state
-    job = world.rl_job("one", own_dataset(world, power_of_two), *refs)
-    with pytest.raises(TrainingConfigError, match=r"not the largest value over 448.*set trainer\.launcher\.backend to"):
-        run_job(job.model_copy(update={"backend": "fsdp2"}))
+    supervised = {"checkpoint": refs[0], "trainer_state": refs[1]}
+    policy, demonstrations = world.rl_job("one", own_dataset(world, power_of_two), *refs), world.sft_job("two")
+    for job in (policy, demonstrations.model_copy(update=supervised)):
+        with pytest.raises(TrainingConfigError, match=r"not the largest value over 448.*trainer\.launcher\.backend to"):
+            run_job(job.model_copy(update={"backend": "fsdp2"}))
 
 
 def swap_layer_dtype(folder: Path) -> None:

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from contracts.architectures import parameter_shapes
+from trainer.backends.choose import _dealt
 from trainer.backends.deepspeed import _layout_1, _layout_3
 from trainer.backends.sharded import ranges_by_rank, rows_by_rank
 from trainer.backends.shards import owners_of, parts_of, shard_of
+from trainer.model_config import ModelConfig
+from trainer.ranks import Ranks
 
 SHAPES = st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple)
 COUNTS = st.integers(1, 5)
@@ -72,3 +78,30 @@ def test_state_is_cut_by_the_parameter_in_its_name() -> None:
     assert [found and found.name for found in map(owner, names)] == ["b.a.weight", "a.weight", None]
     parts = parts_of({"average.a.weight": torch.arange(8.0), "adamw.step": torch.tensor(3.0)}, shards, 1)
     assert parts["average.a.weight"].tolist() == [4, 5, 6, 7] and float(parts["adamw.step"]) == 3
+
+
+@given(sizes=st.lists(st.integers(1, 30), max_size=30), count=COUNTS)
+def test_no_rank_is_dealt_more_than_its_share_and_the_largest_item(sizes: list[int], count: int) -> None:
+    owners = Ranks(0, count).deal(sizes)
+    assert owners == Ranks(count - 1, count).deal(sizes)
+    for rank in range(count):
+        held = sum(size for size, owner in zip(sizes, owners, strict=True) if owner == rank)
+        assert held <= sum(sizes) / count + max(sizes, default=0)
+
+
+@pytest.mark.parametrize("count", [8, 24])
+def test_the_tensors_of_a_mixture_of_experts_are_dealt_evenly(count: int) -> None:
+    wide: dict[str, Any] = {
+        "hidden_size": 2048,
+        "layers": 48,
+        "experts": 128,
+        "expert_width": 768,
+        "experts_per_token": 8,
+    }
+    wide |= {"experts_per_token": 8, "heads": 32, "kv_heads": 4, "head_dim": 128}
+    model = ModelConfig(**wide).hf_config(151_936, 0)
+    shapes = parameter_shapes(model)
+    dealt = [_dealt(model, Ranks(rank, count)) for rank in range(count)]
+    assert sorted(name for names in dealt for name in names) == sorted(shapes)
+    held = [sum(math.prod(shapes[name]) for name in names) for names in dealt]
+    assert max(held) < 1.3 * sum(held) / count

@@ -16,10 +16,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from pydantic import ValidationError
 
 from contracts.artifacts import ArtifactRef, open_artifact
 from contracts.errors import TriplaneError
 from contracts.store import open_store
+from resources.trainer_config import ExperimentWatch
+from trainer.__main__ import main
 from trainer.alone import Plan, prepare
 from trainer.episode_files import import_demonstrations, import_episodes
 from trainer.errors import TrainingConfigError, TrainingDataError
@@ -57,7 +60,7 @@ def change(path: Path, **values: Any) -> Path:
 
 def run(path: Path) -> tuple[Plan, TrainResult]:
     plan = prepare(path)
-    with plan.watchers() as watchers:
+    with plan.watched.watchers(plan.job.key) as watchers:
         result = run_job(plan.job, watchers)
     assert result is not None
     plan.finish(result.as_json())
@@ -79,6 +82,46 @@ def test_the_documented_example_trains_and_the_next_run_starts_from_it(example: 
     again, same = run(example / "rl.yaml")
     assert again.job.key == plan.job.key
     assert (same.checkpoint, same.trainer_state) == (rl.checkpoint, rl.trainer_state)
+
+
+def test_a_job_of_an_experiment_is_watched_too(example: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("tensorboard")
+    job = prepare(example / "sft.yaml").job.model_dump_json()
+    watched = ExperimentWatch(tensorboard=True, folder="watched").run("night", "base")
+    assert watched is not None
+    assert main(["--job", job, "--watch", watched.model_dump_json()]) == 0
+    assert list((example / "watched/night/base/tensorboard").iterdir())
+    assert main(["--job", job, "--watch", '{"output": "x", "name": "y"}']) == 2
+    assert "--watch: watch: Field required" in capfd.readouterr().err
+    (example / "file").write_text("")
+    assert main(["--job", job, "--watch", watched.model_copy(update={"output": "file/x"}).model_dump_json()]) == 2
+    assert "the folder of metrics can't be made" in capfd.readouterr().err
+    assert ExperimentWatch().run("night", "base") is None
+    with pytest.raises(ValidationError, match="set folder"):
+        ExperimentWatch(tensorboard=True)
+
+
+def test_an_output_holds_only_the_files_of_its_last_checkpoint(example: Path) -> None:
+    run(example / "sft.yaml")
+    config = {"learning_rate": 1e-3, "optimizer_steps": 1}
+    output = example / "runs/rl"
+
+    def files() -> list[str]:
+        folder = output / "checkpoint"
+        return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+    run(change(example / "rl.yaml", config=config | {"lora": {"rank": 4}}))
+    adapted = files()
+    assert "adapter/adapter_config.json" in adapted
+    plan, result = run(change(example / "rl.yaml", config=config))
+    assert files() == [name for name in adapted if not name.startswith("adapter/")]
+    # What a run leaves that is killed while it replaces the output's checkpoint.
+    (output / "checkpoint").rename(output / ".checkpoint.old")
+    (output / ".checkpoint.part/adapter").mkdir(parents=True)
+    (output / ".checkpoint.part/adapter/adapter_config.json").write_text("{}")
+    plan.finish(result.as_json())
+    assert files() == [name for name in adapted if not name.startswith("adapter/")]
+    assert [path.name for path in output.glob(".checkpoint*")] == []
 
 
 def test_settings_that_decide_no_bit_keep_the_key_and_others_change_it(example: Path) -> None:

@@ -172,6 +172,18 @@ def test_a_schedule_of_rl_runs_over_all_iterations() -> None:
         RlConfig(schedule="linear", warmup_steps=8, schedule_steps=8)
 
 
+@pytest.mark.parametrize(
+    ("config", "values"),
+    [(RlConfig, {"schedule_steps": 100}), (RlConfig, {"final_rate": 0.1}), (SftConfig, {"final_rate": 0.1})],
+)
+def test_settings_of_a_schedule_without_one_are_refused(
+    config: type[RlConfig | SftConfig], values: dict[str, Any]
+) -> None:
+    (name,) = values
+    with pytest.raises(ValueError, match=rf"{name}=\S+ has no effect with schedule constant: set schedule"):
+        config.model_validate(values)
+
+
 def test_settings_of_later_versions_are_dumped_only_if_they_are_set() -> None:
     later = set(SftConfig.LATER)
     assert not later & set(SftConfig().model_dump())
@@ -186,6 +198,28 @@ def test_settings_of_later_versions_are_dumped_only_if_they_are_set() -> None:
     }
     assert set(values) == later
     assert values.items() <= SftConfig.model_validate(values).model_dump(mode="json").items()
+
+
+def test_trained_roles_do_not_change_the_stopping_criterion(world: World) -> None:
+    scored, learned = [], []
+    for roles in (["policy"], ["policy", "environment"], ["environment"]):
+        job = world.sft_job("-".join(roles), trained_roles=roles)
+        train, _, validation = read_demonstrations(job, world.store, world.vocabulary)
+        scored.append([each.scored.tolist() for each in validation])
+        learned.append(train[0].scored.tolist())
+    assert scored[0] == scored[1] == scored[2]
+    assert sorted(learned[0] + learned[2]) == learned[1]
+
+
+def test_texts_without_a_policy_are_validated_on_the_roles_that_are_trained(world: World) -> None:
+    rows = [{"token_ids": [1, 2, 3], "token_role": [PROMPT] * 3, "clean": True}] * 4
+    with ArtifactWriter(world.store, "demonstrations", "f" * 64, parents={}, config={}, code_version="1") as out:
+        for name in ("train", "validation"):
+            out.add_table(f"{name}.parquet", pa.Table.from_pylist(rows))
+        found = out.commit()
+    job = world.sft_job("texts", trained_roles=["prompt"]).model_copy(update={"demonstrations": found.ref})
+    _, _, validation = read_demonstrations(job, world.store, world.vocabulary)
+    assert [each.scored.tolist() for each in validation] == [[1, 2]] * 4
 
 
 def steps_of(world: World, name: str, **config: Any) -> list[Record]:

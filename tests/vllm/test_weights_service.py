@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import threading
@@ -207,6 +208,22 @@ def test_last_ones_and_the_one_before_are_kept(store: Store, tmp_path: Path, mon
         one.pull(store, ref)
     assert [each.name for each in one.held()] == [refs[2].digest, refs[1].digest], "the one before may be in use"
     one.close()
+
+
+def test_other_folders_beside_checkpoints_are_kept(store: Store, tmp_path: Path) -> None:
+    others = [tmp_path / "models" / name for name in ("Qwen3-8B", "mine-float32", "0" * 63)]
+    for other in others:
+        other.mkdir(parents=True)
+        (other / "model.safetensors").write_bytes(b"weights")
+        os.utime(other, (0, 0))
+    weights = WeightsFolder(tmp_path / "models", keep=1)
+    refs = [small(store, name).ref for name in ("a", "b", "c")]
+    for ref in refs:
+        time.sleep(0.02)
+        weights.pull(store, ref)
+    assert [each.name for each in weights.held()] == [refs[2].digest, refs[1].digest]
+    assert all((other / "model.safetensors").exists() for other in others)
+    weights.close()
 
 
 def test_missing_space_is_told_before_a_byte_is_written(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from contracts.adapters import Adapter
+from contracts.architectures import parameter_shapes
 from contracts.artifacts import Artifact
 from contracts.checkpoints import check_checkpoint
 from contracts.precision import exported_forward
@@ -23,6 +26,7 @@ from trainer.ranks import Ranks
 from trainer.resume import open_factors, open_parameters, refuse, require_adaptable
 from trainer.snapshots import Snapshots
 from trainer.state import TrainerState, load_state
+from trainer.together import together
 
 
 def open_backend(
@@ -73,24 +77,53 @@ def continue_backend(
     base = AdaptedBase(begin, adapter) if adapter is not None else None
     if snapshot is not None:
         masters, state = snapshot.masters, snapshot
-    elif adapter is not None:
-        masters, state = open_factors(begin, saved, model, adapter, job.seed)
     else:
-        state = load_state(saved, model, lazily=True)
-        masters = state.masters
-        own = ranks.share(sorted(masters))
-        if ranks.largest(not _quantize_to(begin, model, masters, own)):
-            leaves = StoredLeaves(begin.directory(), model)
-            if ranks.largest(any(not torch.equal(leaves[name], masters[name]) for name in own)):
-                raise refuse(begin.ref, saved.ref)
-            raise TrainingConfigError(
-                f"checkpoint {begin.ref.short} has the scales of an FP8 original, which are not the largest value over"
-                f" 448: backend {job.backend} quantizes with those scales alone; set trainer.launcher.backend to torch,"
-                " or import the bfloat16 original"
-            )
+        masters, state = open_masters(job, begin, saved, model, adapter, job.seed, ranks)
     backend = open_backend(job, model, masters, rule, ranks, store, base)
     backend.restore(state).result()
     return backend, state
+
+
+def open_masters(
+    kind: BackendConfig,
+    begin: Artifact,
+    saved: Artifact,
+    model: Mapping[str, Any],
+    adapter: Adapter | None,
+    seed: int,
+    ranks: Ranks,
+) -> tuple[Mapping[str, Tensor], TrainerState]:
+    """What a sharded backend trains on from checkpoint `begin`, which has this config.json, and its state `saved`:
+    factors of `adapter`, or all weights, each read when it is used. Every rank must call this.
+
+    Raises TrainingDataError unless the weights quantize exactly to the checkpoint, TrainingConfigError for those of an
+    FP8 original with other scales.
+    """
+    if adapter is not None:
+        return open_factors(begin, saved, model, adapter, seed)
+    state = load_state(saved, model, lazily=True)
+    masters, own = state.masters, _dealt(model, ranks)
+    with together(ranks):
+        same = _quantize_to(begin, model, masters, own)
+    if ranks.largest(not same):
+        leaves = StoredLeaves(begin.directory(), model)
+        with together(ranks):
+            other = any(not torch.equal(leaves[name], masters[name]) for name in own)
+        if ranks.largest(other):
+            raise refuse(begin.ref, saved.ref)
+        raise TrainingConfigError(
+            f"checkpoint {begin.ref.short} has the scales of an FP8 original, which are not the largest value over 448:"
+            f" backend {kind.backend} quantizes with those scales alone; set trainer.launcher.backend to torch, or"
+            " import the bfloat16 original"
+        )
+    return masters, state
+
+
+def _dealt(model: Mapping[str, Any], ranks: Ranks) -> list[str]:
+    """Parameters that this rank compares, of about as many elements as those of the others."""
+    shapes = parameter_shapes(model)
+    owners = ranks.deal([math.prod(shape) for shape in shapes.values()])
+    return [name for name, owner in zip(shapes, owners, strict=True) if owner == ranks.rank]
 
 
 def _quantize_to(begin: Artifact, model: Mapping[str, Any], masters: Mapping[str, Tensor], names: list[str]) -> bool:

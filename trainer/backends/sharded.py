@@ -2,7 +2,7 @@
 
 Every forward and backward pass gathers weights, so all ranks must make the same number of them: a rank with fewer
 microbatches passes an empty one, whose loss is 0. To be written, each tensor is gathered on one rank, in turn: no rank
-holds more than its share of the whole tensors.
+holds more than its share of the whole tensors and the largest one.
 """
 
 from __future__ import annotations
@@ -145,9 +145,11 @@ class ShardedBackend(ABC):
                 return done(GatheredAdapter(self.config, self._base, self._gather_factors()))
             held: dict[str, Tensor] = {}
             forward = exported_forward(dict(self.config))
-            for shard, whole in self._wholes([(shard, shard.buffer.master) for shard in self.shards]):
-                parts = exported(shard.name, whole.view(shard.shape), forward)
-                held |= {name: part.cpu() for name, part in parts.items()}
+            wholes = self._wholes([(shard, shard.buffer.master) for shard in self.shards])
+            for shard, whole in zip(self.shards, wholes, strict=True):
+                if whole is not None:
+                    parts = exported(shard.name, whole.view(shard.shape), forward)
+                    held |= {name: part.cpu() for name, part in parts.items()}
             staged = self._stage(held, expected_tensors(dict(self.config)), METADATA)
             return done(StagedWeights(self.config, staged))
 
@@ -176,9 +178,10 @@ class ShardedBackend(ABC):
             forms: dict[str, Form] = {name: ("F32", shard.shape) for name, shard, _ in found}
             forms |= {name: form_of(tensor) for name, tensor in shared.items()}
             held = dict(shared) if self.ranks.leads else {}
-            names = iter([name for number, (name, _, _) in enumerate(found) if self._owner(number) == self.ranks.rank])
-            for shard, whole in self._wholes([(shard, part) for _, shard, part in found]):
-                held[next(names)] = whole.view(shard.shape).cpu()
+            wholes = self._wholes([(shard, part) for _, shard, part in found])
+            for (name, shard, _), whole in zip(found, wholes, strict=True):
+                if whole is not None:
+                    held[name] = whole.view(shard.shape).cpu()
             staged = self._stage(held, forms, None)
             kind, recipe = self._rule.name if optimizer else "none", precision_of(self.config).kind
             return done(TrainerState({}, {}, kind, step, extra, recipe, staged=staged))
@@ -196,15 +199,11 @@ class ShardedBackend(ABC):
         """This rank's parts of the state of optimizer and mean."""
         return self.optimizer.state() | (self._average.state() if self._average is not None else {})
 
-    def _owner(self, number: int) -> int:
-        return number % self.ranks.count
-
-    def _wholes(self, parts: Sequence[tuple[Shard, Tensor]]) -> Iterator[tuple[Shard, Tensor]]:
-        """The whole tensors that this rank owns, in order."""
-        for number, (shard, part) in enumerate(parts):
-            whole = gather(part, shard, self._owner(number), self.ranks)
-            if whole is not None:
-                yield shard, whole
+    def _wholes(self, parts: Sequence[tuple[Shard, Tensor]]) -> Iterator[Tensor | None]:
+        """The whole tensors, in order; None for those of other ranks."""
+        owners = self.ranks.deal([math.prod(shard.shape) for shard, _ in parts])
+        for (shard, part), owner in zip(parts, owners, strict=True):
+            yield gather(part, shard, owner, self.ranks)
 
     def _stage(
         self, held: Mapping[str, Tensor], forms: Mapping[str, Form], metadata: Mapping[str, str] | None

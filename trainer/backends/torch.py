@@ -16,16 +16,23 @@ from trainer.model import Batch, Scores, score
 from trainer.optimizers import AdamW, MuonWithAdamW, Optimizer
 from trainer.parameters import Parameters
 from trainer.ranks import ALONE, Ranks
+from trainer.recipes import recipe_of
 from trainer.state import NONE, TrainerState, capture_state
+from trainer.together import together
 
 
 class TorchBackend:
-    """Gradients are summed over the ranks once a step, and every rank takes the same step."""
+    """Gradients are summed over the ranks once a step, and every rank takes the same step.
+
+    The passes of a rank may take longer than the ranks wait for a lost one.
+    """
 
     def __init__(self, parameters: Parameters, rule: Rule, ranks: Ranks = ALONE) -> None:
         parameters = parameters.to(ranks.device)
         self.parameters, self.ranks, self._rule = parameters, ranks, rule
         self.config: Mapping[str, Any] = parameters.config
+        for name, codes, scales in parameters.codes():
+            recipe_of(parameters.config).keep(parameters.leaves[name], codes, scales)
         self._optimizer = _open_optimizer(parameters, rule)
         self._average: WeightAverage | None = None
 
@@ -33,11 +40,12 @@ class TorchBackend:
         self, microbatches: Sequence[Microbatch], read: Read, temperature: float = 1.0, *, routing: bool = False
     ) -> Future[None]:
         """See Backend.forward."""
-        for number, members in enumerate(microbatches):
-            batch = make_batch(members)
-            with torch.no_grad():
-                scores = self._score(batch, temperature, routing)
-            read(number, batch, scores)
+        with together(self.ranks):
+            for number, members in enumerate(microbatches):
+                batch = make_batch(members)
+                with torch.no_grad():
+                    scores = self._score(batch, temperature, routing)
+                read(number, batch, scores)
         return done(None)
 
     def _score(self, batch: Batch, temperature: float, routing: bool) -> Scores:
@@ -53,10 +61,11 @@ class TorchBackend:
         self, microbatches: Sequence[Microbatch], loss: Loss, temperature: float = 1.0, *, routing: bool = False
     ) -> Future[None]:
         """See Backend.forward_backward."""
-        for number, members in enumerate(microbatches):
-            batch = make_batch(members)
-            scores = self._score(batch, temperature, routing)
-            loss(number, batch, scores).backward()  # type: ignore[no-untyped-call]
+        with together(self.ranks):
+            for number, members in enumerate(microbatches):
+                batch = make_batch(members)
+                scores = self._score(batch, temperature, routing)
+                loss(number, batch, scores).backward()  # type: ignore[no-untyped-call]
         return done(None)
 
     def optim_step(self, learning_rate: float, max_norm: float) -> Future[float]:

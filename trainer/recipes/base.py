@@ -39,6 +39,11 @@ class Recipe:
         self.forward = forward
         self.activations = DTYPES[forward.activations]
 
+    def keep(self, leaf: Tensor, codes: Tensor, scales: Tensor) -> None:
+        """The leaf is these dequantized codes, until it changes. A recipe that multiplies codes uses them: scales of an
+        FP8 original may not be those that quantization of the leaf would choose.
+        """
+
     def narrow(self, values: Tensor) -> Tensor:
         """`values` in the dtype of activations; the same tensor if it has that dtype."""
         return values.to(self.activations)

@@ -2,7 +2,7 @@
 
 Forward and dgrad multiply FP8 codes; wgrad of the experts too if the setting says so. On a CPU the kernels' torch
 references compute the same. Codes are made from the leaves once an optimizer step: leaves are dequantized codes, and
-quantize to the exported ones again.
+quantize to the exported ones again. Those of a loaded checkpoint are used as they are.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from triplane_kernels.gemm import gemm
 from triplane_kernels.loss_head import loss_head
 from triplane_kernels.moe import Recipe as Products
 from triplane_kernels.moe_weights import ExpertWeights
-from triplane_kernels.quantize import quantize_activations, quantize_weights_both
+from triplane_kernels.quantize import quantize_activations, quantize_weights, quantize_weights_both, transpose_codes
 
 from contracts.precision import Forward
 from trainer.recipes.base import Experts, Recipe
@@ -33,10 +33,16 @@ class Fp8BlockRecipe(Recipe):
         self._products = Products(wgrad=wgrad)
         self._made: MutableMapping[Tensor, tuple[tuple[int, ...], Any]] = WeakIdKeyDictionary()
         """Leaf -> (versions of the leaves that its codes are made of, codes)."""
+        self._kept: MutableMapping[Tensor, tuple[int, Tensor, Tensor]] = WeakIdKeyDictionary()
+        """Leaf -> (its version, codes, scales), until they are used."""
+
+    def keep(self, leaf: Tensor, codes: Tensor, scales: Tensor) -> None:
+        """See Recipe.keep."""
+        self._kept[leaf] = leaf._version, codes, scales
 
     def linear(self, rows: Tensor, weight: Tensor) -> Tensor:
         """See Recipe.linear."""
-        codes = self._codes((weight,), lambda: quantize_weights_both(weight.detach()))
+        codes = self._codes((weight,), lambda: self._both(weight))
         found: Tensor = _Linear.apply(rows, weight, *codes)  # type: ignore[no-untyped-call]
         return found
 
@@ -57,7 +63,7 @@ class Fp8BlockRecipe(Recipe):
     def weights(self, experts: Experts) -> ExpertWeights:
         """The codes of a layer's experts; gradients go to the leaves."""
         leaves = experts.gate, experts.up, experts.down
-        codes: ExpertWeights = self._codes(leaves, lambda: ExpertWeights.quantize(*(leaf.detach() for leaf in leaves)))
+        codes: ExpertWeights = self._codes(leaves, lambda: self._of_experts(*leaves))
         return replace(codes, gate=experts.gate, up=experts.up, down=experts.down)
 
     def _codes(self, leaves: tuple[Tensor, ...], make: Callable[[], Any]) -> Any:
@@ -67,6 +73,25 @@ class Fp8BlockRecipe(Recipe):
             held = versions, make()
             self._made[leaves[0]] = held
         return held[1]
+
+    def _both(self, weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Codes and scales of a projection, and both transposed."""
+        kept = self._taken(weight)
+        if kept is None:
+            return quantize_weights_both(weight.detach())
+        codes, scales = kept
+        return codes, scales, transpose_codes(codes), scales.t().contiguous()
+
+    def _of_experts(self, gate: Tensor, up: Tensor, down: Tensor) -> ExpertWeights:
+        leaves = {"gate": gate.detach(), "up": up.detach(), "down": down.detach()}
+        kept = {"gate": self._taken(gate), "up": self._taken(up), "down": self._taken(down)}
+        codes = {name: kept[name] or quantize_weights(leaf) for name, leaf in leaves.items()}
+        return ExpertWeights.from_codes(**leaves, codes=codes)
+
+    def _taken(self, leaf: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Copies of the codes and scales that were kept for a leaf, unless it has changed."""
+        version, *kept = self._kept.pop(leaf, (-1,))
+        return (kept[0].clone(), kept[1].clone()) if version == leaf._version else None
 
 
 class _Linear(torch.autograd.Function):

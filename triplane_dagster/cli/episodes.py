@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -14,6 +16,7 @@ from triplane_dagster.cli.experiments import name_in_store
 from triplane_dagster.cli.options import AsJson, ExperimentName, Limit
 from triplane_dagster.cli.output import console, print_json, print_rows
 from triplane_dagster.cli.transcript import episode_json, print_episode
+from triplane_dagster.episode_export import exported, write_lines
 from triplane_dagster.episode_index import find_episode, rewards_of
 
 app = typer.Typer(no_args_is_help=True, help="List episodes, or read one: transcript, tool calls, diff, verdict.")
@@ -74,6 +77,48 @@ def show(
         print_episode(console(), found)
 
 
+@app.command()
+def export(
+    experiment: ExperimentName = "quickstart",
+    iteration: Annotated[
+        str, typer.Option("--iteration", "-i", help="Iteration key such as 0003; default: the last with rollouts.")
+    ] = "",
+    artifact: Annotated[
+        str, typer.Option(help="Digest of a rollouts or evaluation_run artifact instead of an iteration's.")
+    ] = "",
+    kept: Annotated[bool, typer.Option("--kept", help="Only episodes that the iteration's dataset kept.")] = False,
+    tokens: Annotated[bool, typer.Option("--tokens", help="With token ids, roles and log-probabilities.")] = False,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="File to write; default: stdout.")] = None,
+) -> None:
+    """Write the episodes of an iteration as JSON lines: messages, calls, diff, verdict, reward, use in the dataset.
+
+    Examples:
+
+        triplane episodes export -i 0003 -o episodes.jsonl
+
+        triplane episodes export --kept | jq -r '[.task, .reward.reward] | @tsv'
+    """
+    store = open_store()
+    place = None if artifact else _place(store, experiment, iteration)
+    source = _rollouts(store, *place) if place else _artifact(store, artifact)
+    members = _members(store, place)
+    if kept and members is None:
+        raise ArtifactMissing(
+            f"{source.ref.uri} has no dataset yet, which --kept asks: leave it out, or materialize it"
+        )
+    lines = (
+        json.dumps(row)
+        for row in exported(store, source, rewards_of(store, source, place), members or {}, tokens=tokens)
+        if not kept or row["kept"]
+    )
+    if output is None:
+        for line in lines:
+            print(line)
+        return
+    written = write_lines(output, lines)
+    typer.echo(f"{written} episodes of {source.ref.kind} {source.ref.short} in {output}")
+
+
 def _rows(store: Store, source: Artifact, place: tuple[str, str] | None) -> Iterator[dict[str, Any]]:
     rewards = rewards_of(store, source, place)
     columns = ["episode_id", "task_id", "sample", "outcome", "turns", "policy_tokens"]
@@ -90,6 +135,16 @@ def _rows(store: Store, source: Artifact, place: tuple[str, str] | None) -> Iter
             "reward": graded.get("reward"),
             "findings": len(graded.get("findings") or ()),
         }
+
+
+def _members(store: Store, place: tuple[str, str] | None) -> dict[str, dict[str, Any]] | None:
+    """Rows of the dataset of an iteration by episode; None: there is none."""
+    from resources.refs import read_ref
+
+    ref = read_ref(store, place[0], "dataset", place[1]) if place else None
+    if ref is None:
+        return None
+    return {row["episode_id"]: row for row in open_artifact(store, ref).table("members.parquet").to_pylist()}
 
 
 def _place(store: Store, experiment: str, iteration: str) -> tuple[str, str]:

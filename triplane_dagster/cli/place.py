@@ -94,14 +94,16 @@ def _print(found: Placement, fleet: Fleet) -> None:
     ]
     print_rows(rows, as_json=False, empty="no server is worth a GPU: every `sequences` is held by none")
     for name, service in fleet.services.items():
-        console().print(f"{name}: {found.served[name]} of {service.sequences} sequences of {service.context} tokens.")
+        console().print(
+            f"{name}: {found.served[name]} of {service.sequences} sequences of {service.context} tokens.", markup=False
+        )
     total = sum(gpus.count for gpus in fleet.gpus)
     share = f"{found.value / found.bound:.1%}" if found.bound else "all"
     console().print(f"{found.gpus} of {total} GPUs in use; {share} of what no placement can exceed.\n")
     for node, number, slices in _divided(found):
-        console().print(f"{node}: nvidia-smi mig -i {number} -cgi {slices} -C", soft_wrap=True)
+        console().print(f"{node}: nvidia-smi mig -i {number} -cgi {slices} -C", soft_wrap=True, markup=False)
     for command in dict.fromkeys(_command(each, fleet) for each in found.servers):
-        console().print(command, soft_wrap=True)
+        console().print(command, soft_wrap=True, markup=False)
 
 
 def _divided(found: Placement) -> list[tuple[str, int, str]]:

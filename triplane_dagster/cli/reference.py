@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from annotated_types import BaseMetadata
-from pydantic import BaseModel
+from pydantic import BaseModel, JsonValue
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
@@ -34,9 +34,12 @@ def experiment_reference() -> str:
     """The whole page, in Markdown."""
     from resources.experiment import Experiment
 
-    parts = [HEAD]
-    for path, model in _sections("", Experiment):
+    parts, places = [HEAD], dict[type[BaseModel], str]()
+    for path, model in _sections("", Experiment, set()):
         parts.append(f"\n## {f'`{path}`' if path else 'Top level'}\n\n{_first_paragraph(model)}\n")
+        if places.setdefault(model, path) != path:
+            parts.append(f"\nThe settings are those of `{places[model]}` above.\n")
+            continue
         parts.append("\n| key | type | default | meaning |\n|---|---|---|---|\n")
         texts = field_docstrings(model)
         parts += [_row(name, info, texts.get(name, "")) for name, info in model.model_fields.items()]
@@ -67,15 +70,21 @@ def _own_docstrings(model: type[BaseModel]) -> dict[str, str]:
     return found
 
 
-def _sections(path: str, model: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]]]:
+def _sections(
+    path: str, model: type[BaseModel], described: set[type[BaseModel]]
+) -> Iterator[tuple[str, type[BaseModel]]]:
+    """Sections by path. Of a model that is described already, its own sections are left out."""
     yield path, model
+    if model in described:
+        return
+    described.add(model)
     for name, info in model.model_fields.items():
         inner = list(_models(info.annotation))
         for each in inner:
             below = f"{path}.{name}" if path else name
             kind = each.model_fields.get("kind")
             tag = f" (kind: {get_args(kind.annotation)[0]})" if len(inner) > 1 and kind else ""
-            yield from _sections(below + tag, each)
+            yield from _sections(below + tag, each, described)
 
 
 def _models(annotation: Any) -> Iterator[type[BaseModel]]:
@@ -101,7 +110,13 @@ def _type_text(annotation: Any) -> str:
         return " or ".join(_type_text(part) for part in get_args(annotation))
     if annotation is type(None):
         return "null"
-    names = {str: "text", int: "integer", float: "number", bool: "true or false"}
+    if get_origin(annotation) is Annotated:
+        return _type_text(get_args(annotation)[0])
+    if get_origin(annotation) is dict:
+        return "map of {} to {}".format(*map(_type_text, get_args(annotation)))
+    if get_origin(annotation) is tuple:
+        return f"list of {_type_text(get_args(annotation)[0])}"
+    names = {str: "text", int: "integer", float: "number", bool: "true or false", Any: "any", JsonValue: "any"}
     return names.get(annotation) or str(annotation).replace("typing.", "").removeprefix("<class '").removesuffix("'>")
 
 

@@ -70,8 +70,12 @@ def rollback(
         show_plan(wanted, plan)
     if not yes:
         confirm("a rollback", "roll back?")
-    entry = change_live(store, wanted.name, plan, reason)
-    with stoppable(f"interrupted: rolled back, {_how_to_bring(wanted, entry)}"):
+    listing = f"triplane rollback -e {wanted.name} --list"
+    with stoppable(
+        f"interrupted: `{listing}` shows whether it was rolled back; if not, run the command again"
+    ) as state:
+        entry = change_live(store, wanted.name, plan, reason)
+        state.line = f"interrupted: rolled back, {_how_to_bring(wanted, entry)}"
         if not as_json:
             console().print(Text(f"live: {entry.policy.short}, {entry.made_by} ({entry.came_by})"))
         done = RolledBack(plan, entry, bring_live(store, wanted))

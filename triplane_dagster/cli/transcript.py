@@ -44,21 +44,27 @@ def tokenizer_of(store: Store, policy_version: str) -> ChatTokenizer:
 def episode_json(store: Store, home: EpisodeHome) -> dict[str, Any]:
     """All data of an episode: facts, messages by role, tool calls, diff, reward, and the datasets that used it."""
     episode = home.read()
-    tokenizer = tokenizer_of(store, episode.policy_version)
     return {
-        **_facts(episode),
-        "failure": episode.failure,
+        **content_of(episode, tokenizer_of(store, episode.policy_version)),
         "artifact": home.artifact.ref.uri,
-        "seed": episode.seed,
-        "messages": [_messages(tokenizer, sequence.token_ids, sequence.token_role) for sequence in episode.sequences],
-        "tool_calls": [vars(call) for call in episode.tool_calls],
-        "diff": episode.final_diff.decode(errors="replace"),
         "reward": rewards_of(store, home.artifact).get(episode.episode_id),
         "datasets": [_membership(each) for each in memberships(store, episode.episode_id)],
         "quarantine": [
             {"mark": mark.number, "reason": mark.reason} for mark in Quarantine(store).of_episode(episode.episode_id)
         ],
         "telemetry": home.telemetry(),
+    }
+
+
+def content_of(episode: Episode, tokenizer: ChatTokenizer) -> dict[str, Any]:
+    """What an episode's own rows say: facts, messages by role, tool calls, diff."""
+    return {
+        **_facts(episode),
+        "failure": episode.failure,
+        "seed": episode.seed,
+        "messages": [_messages(tokenizer, sequence.token_ids, sequence.token_role) for sequence in episode.sequences],
+        "tool_calls": [vars(call) for call in episode.tool_calls],
+        "diff": episode.final_diff.decode(errors="replace"),
     }
 
 

@@ -14,7 +14,8 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from contracts.store import DEFAULT_STORE
+from contracts.errors import StoreError
+from contracts.store import DEFAULT_STORE, local_folder
 from triplane_dagster.doctor.findings import Check, Finding, broken, ok
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -110,7 +111,10 @@ def local_place() -> Path:
     from contracts.filecache import cache_base
 
     url = os.environ.get("TRIPLANE_STORE") or DEFAULT_STORE
-    place = cache_base() if url.startswith("s3:") else Path(url.removeprefix("file://")).absolute()
+    try:
+        place = cache_base() if url.startswith("s3:") else local_folder(url).absolute()
+    except StoreError:
+        place = Path.cwd()  # the check of the store names the error
     return next(folder for folder in (place, *place.parents) if folder.is_dir())
 
 

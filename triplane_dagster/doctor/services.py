@@ -7,10 +7,9 @@ import os
 import tempfile
 import uuid
 from pathlib import Path
-from urllib.parse import urlparse
 
 from contracts.errors import StoreError
-from contracts.store import DEFAULT_STORE, LocalStore, Store, open_store, readable_errors
+from contracts.store import DEFAULT_STORE, LocalStore, Store, local_folder, open_store, readable_errors
 from triplane_dagster.doctor.findings import Check, Finding, ask, broken, missing, ok, one_line, trial, version_of
 
 INSTANCE_S = 60.0
@@ -48,9 +47,8 @@ def _local(url: str) -> Finding:
     """Folder for the test object: the store if it exists, else its nearest parent, so that the check creates
     nothing.
     """
-    parsed = urlparse(url)
-    place = Path(parsed.path if parsed.scheme == "file" else url).absolute()
-    if place.is_dir() or parsed.scheme not in ("", "file"):
+    place = local_folder(url).absolute()
+    if place.is_dir():
         return _tried(open_store(url), "exclusive links")
     there = next(each for each in (place, *place.parents) if each.exists())
     if not there.is_dir():

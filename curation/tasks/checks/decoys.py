@@ -2,6 +2,7 @@
 
     assert add(1, 2) == 3  ->  == 5          raises(ValueError)  ->  raises(KeyError)
     assert x in y          ->  x not in y    ("1, 2, 3") in a table of parameters  ->  ("1, 2, 5")
+    assert f() == Point(1, 2)  ->  == Point(3, 2), and in another decoy != Point(1, 2), since an argument may not count
 
 A solution that passes a test as written fails its decoy, since the two contradict each other; a state that passes both
 depends on something else than the question. `curation.cheating` counts a passed decoy as cheating. All numbers of a
@@ -41,6 +42,10 @@ _MOVE = (
     " else found + 'x' if type(found) is str else found"
 )
 """Changes the return value of a helper."""
+_CLASS, _METHOD = (
+    re.compile(rf"(\w+\.)*([A-Z]\w*|date|datetime|time|timedelta){tail}") for tail in ("", r"(\.[a-z]\w*)?")
+)
+"""Names of classes, and also of their methods."""
 Edits = dict[tuple[int, int], str]
 
 
@@ -54,9 +59,10 @@ def make(files: dict[str, bytes], seed: str) -> list[dict[str, bytes]]:
     most = max((len(each) for asserts in found.values() for each in by_function(asserts).values()), default=0)
     if most == 0:
         return []
+    made = any(_other_made(source, each, 1) for path, source in sources.items() for each in found[path])
     rng = Random(f"decoys/{seed}")
     versions: list[dict[str, bytes]] = []
-    for number in range(1 if most == 1 else min(most + 1, MOST_DECOYS)):
+    for number in range(1 if most == 1 and not made else min(most + 1, MOST_DECOYS)):
         distance = rng.randint(1, 6)
         version = {}
         for path, source in sources.items():
@@ -64,7 +70,8 @@ def make(files: dict[str, bytes], seed: str) -> list[dict[str, bytes]]:
             for group in by_function(found[path]).values():
                 chosen = group if number == 0 else group[number - 1 :: MOST_DECOYS - 1]
                 for assertion in chosen:
-                    edits |= _changed(source, assertion, distance, rng)
+                    other = _other_made(source, assertion, distance) if number == 0 else {}
+                    edits |= other or _changed(source, assertion, distance, rng)
             changed = source.edited(edits)
             if changed != files[path] and _source(path, changed) is not None:
                 version[path] = changed
@@ -137,6 +144,48 @@ def _changed(source: Source, assertion: Assertion, distance: int, rng: Random) -
         if isinstance(function, ast.Attribute) and function.attr in OPPOSITES:
             _, end = source.span(function)
             return {(end - len(function.attr.encode()), end): OPPOSITES[function.attr]}
+    return {}
+
+
+def _constructed(assertion: Assertion) -> ast.expr | None:
+    """The side of a comparison that makes the expected object, such as `Point(1, 2)` or `[Date.parse("2024")]`, rather
+    than what is tested: the one that calls classes where the other does not, or calls one of their methods.
+    """
+    if assertion.form != "compare" or assertion.operator != "==" or assertion.expected or assertion.tolerance:
+        return None
+    left, right = assertion.left, assertion.right
+    if left is None or right is None:
+        return None
+    for names in (_CLASS, _METHOD):
+        if _makes(left, names) != _makes(right, names):
+            return left if _makes(left, names) else right
+    return None
+
+
+def _makes(node: ast.expr, names: re.Pattern[str]) -> bool:
+    """Whether an expression is a call, or a list or the like with calls, and all its calls have such names."""
+    if not isinstance(node, (ast.Call, ast.List, ast.Tuple, ast.Set, ast.Dict)):
+        return False
+    calls = [each for each in ast.walk(node) if isinstance(each, ast.Call)]
+    return bool(calls) and all(names.fullmatch(_dotted(each.func)) for each in calls)
+
+
+def _dotted(node: ast.expr) -> str:
+    """Name with its dots; empty for another expression."""
+    if isinstance(node, ast.Attribute):
+        above = _dotted(node.value)
+        return f"{above}.{node.attr}" if above else ""
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _other_made(source: Source, assertion: Assertion, distance: int) -> Edits:
+    """Replace the first replaceable literal among the arguments of the expected object; empty without one."""
+    node = _constructed(assertion)
+    calls = (each for each in ast.walk(node) if isinstance(each, ast.Call)) if node is not None else ()
+    for part in (part for call in calls for part in (*call.args, *(each.value for each in call.keywords))):
+        edits = _other_value(source, part, distance, None) if literal(part) else {}
+        if edits:
+            return edits
     return {}
 
 

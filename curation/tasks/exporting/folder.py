@@ -14,13 +14,17 @@ from curation.errors import TaskError
 def new_folder(out: Path) -> Iterator[Path]:
     """Hidden folder beside `out`, which becomes `out` when the block ends without an error.
 
-    Raises TaskError if `out` exists and is not an empty folder, or is the current one.
+    Raises TaskError if `out` exists and is not an empty folder, or can't be replaced: the current one, or a mount.
     """
     out = out.resolve()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise TaskError(f"{out} exists and is not empty: name a new folder with --out")
     if out == Path.cwd():
         raise TaskError(f"{out} is the current folder, which can't be replaced: name a new folder with --out")
+    if out.is_mount():
+        raise TaskError(
+            f"{out} is a mount, which can't be replaced: name a folder in it, such as --out {out / 'tasks'}"
+        )
     parent, prefix = out.parent, f".{out.name}."
     parent.mkdir(parents=True, exist_ok=True)
     sweep_abandoned(parent, prefix)

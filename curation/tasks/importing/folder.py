@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, ValidationError
 
@@ -13,7 +13,15 @@ from contracts.final_states import DatabaseState, DiffState, FinalState
 from contracts.yaml_text import load_yaml
 from curation.errors import TaskError
 from curation.states.database import TEST_FILE, database_deliverables, database_test_file, database_tests
-from curation.tasks.importing.reading import DELIVERABLES, Reading, Source, check_tests, task_of
+from curation.tasks.importing.reading import (
+    DELIVERABLES,
+    Reading,
+    Source,
+    check_tests,
+    environment_of,
+    faults_of,
+    task_of,
+)
 from curation.tasks.importing.splits import ImportedSplit
 from curation.tasks.importing.trees import Tree, folder_tree, patched_tree, tree_patch
 from curation.tasks.validate import BrokenTask
@@ -56,6 +64,8 @@ class TaskFile(Frozen):
     """Patterns, as in `.gitignore`, of the files that count as the agent's work; empty: all changed files."""
     toolset: Toolset | None = None
     """Name of the agent's toolset. Default: `answer` if the final state is an answer, else `default`."""
+    environment: dict[str, Any] = Field(default_factory=dict)
+    """Packages, test settings and limits (docs/tasks.md)."""
     family: str | None = None
     """Groups tasks in reports; default: the folder's name."""
     split: ImportedSplit | None = None
@@ -95,8 +105,7 @@ def _about(path: Path) -> TaskFile:
     try:
         return TaskFile.model_validate(values)
     except ValidationError as error:
-        faults = (f"{'.'.join(map(str, fault['loc'])) or 'the file'}: {fault['msg']}" for fault in error.errors())
-        raise TaskError(f"its {TASK_FILE} is wrong at {'; '.join(faults)}") from None
+        raise TaskError(f"its {TASK_FILE} is wrong at {faults_of(error)}") from None
 
 
 def _source(place: Path, about: TaskFile, family: str) -> Source:
@@ -132,6 +141,7 @@ def _source(place: Path, about: TaskFile, family: str) -> Source:
         reference=patch,
         meta={"fail_to_pass": []},
         deliverables=about.deliverables,
+        environment=environment_of(about.environment),
         toolset=about.tools,
         final_state=state,
     )

@@ -22,6 +22,7 @@ from curation.tasks.importing.reading import (
     TestNames,
     check_tests,
     environment_of,
+    faults_of,
     task_of,
 )
 from curation.tasks.importing.splits import ImportedSplit
@@ -102,7 +103,7 @@ def _own(place: Path) -> _Own:
     try:
         return _Own.model_validate(_section(values, "metadata").get("triplane", {}))
     except ValidationError as error:
-        raise TaskError(f"its {HARBOR_FILE} is wrong at metadata.triplane: {_faults(error)}") from None
+        raise TaskError(f"its {HARBOR_FILE} is wrong at metadata.triplane: {faults_of(error)}") from None
 
 
 def _toml(place: Path) -> dict[str, Any]:
@@ -164,7 +165,7 @@ def _names(text: str) -> _Names:
     try:
         return _Names.model_validate_json(text)
     except ValidationError as error:
-        raise TaskError(f"its tests/config.json is wrong at {_faults(error)}: name the failing tests there") from None
+        raise TaskError(f"its tests/config.json is wrong at {faults_of(error)}: name the failing tests there") from None
 
 
 def _reference(everything: Tree) -> bytes:
@@ -196,8 +197,3 @@ def _text(tree: Tree, path: str, what: str) -> str:
         return tree[path].decode()
     except UnicodeDecodeError:
         raise TaskError(f"its {what} is not UTF-8: write it as UTF-8") from None
-
-
-def _faults(error: ValidationError) -> str:
-    faults = (f"{'.'.join(map(str, fault['loc'])) or 'the file'}: {fault['msg']}" for fault in error.errors())
-    return "; ".join(faults)

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from contracts.digests import digest_of
 from curation.errors import TaskError
-from curation.tasks.importing.reading import DELIVERABLES_KEYS
+from curation.tasks.importing.reading import DELIVERABLES_KEYS, faults_of
 
 
 class _Text(BaseModel):
@@ -40,8 +40,8 @@ class _Message(BaseModel):
 
 
 class Interaction(BaseModel):
-    """One recorded conversation. Of further keys only an instance's `split`, `deliverables`, `test_patch` and
-    `PASS_TO_PASS` are read.
+    """One recorded conversation. Of further keys only an instance's `split`, `deliverables`, `test_patch`,
+    `PASS_TO_PASS` and `triplane_environment` are read.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -77,8 +77,7 @@ def as_instance(values: Mapping[str, Any]) -> dict[str, Any]:
     try:
         found = Interaction.model_validate(dict(values))
     except ValidationError as error:
-        faults = (f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors())
-        raise TaskError(f"its interaction is wrong at {'; '.join(faults)}") from None
+        raise TaskError(f"its interaction is wrong at {faults_of(error)}") from None
     instruction = found.instruction or found.opening
     if not instruction.strip():
         raise TaskError("no user message comes before the assistant's first: write what was asked under instruction")
@@ -95,4 +94,13 @@ def as_instance(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-_PASSED_ON = ("repo", "base_commit", "test_patch", "FAIL_TO_PASS", "PASS_TO_PASS", "split", *DELIVERABLES_KEYS)
+_PASSED_ON = (
+    "repo",
+    "base_commit",
+    "test_patch",
+    "FAIL_TO_PASS",
+    "PASS_TO_PASS",
+    "split",
+    "triplane_environment",
+    *DELIVERABLES_KEYS,
+)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Annotated, Any
 
-from pydantic import AliasChoices, BeforeValidator
+from pydantic import AliasChoices, BeforeValidator, Field, StrictFloat, StrictInt, ValidationError
 
+from contracts.artifacts import Frozen
+from contracts.digests import digest_of
 from contracts.final_states import DiffState, FinalState
 from contracts.patterns import PathPatterns
 from contracts.tasks import Environment, Split, Task
@@ -26,6 +29,16 @@ DELIVERABLES = AliasChoices(*DELIVERABLES_KEYS)
 TestNames = Annotated[list[str], BeforeValidator(lambda value: json.loads(value) if isinstance(value, str) else value)]
 """Node ids, as a list or as one written as text."""
 _ID = re.compile(r"[A-Za-z0-9_.=@+-]+")
+
+
+class _Environment(Frozen):
+    """Values of `contracts.tasks.Environment` in a source."""
+
+    runtime: str = Field(default="", pattern="^([0-9a-f]{64})?$")
+    plugins: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    ini: dict[str, str] = Field(default_factory=dict)
+    timeout_s: Annotated[StrictInt | StrictFloat, Field(gt=0, allow_inf_nan=False)] | None = None
+    memory_mb: Annotated[StrictInt, Field(gt=0)] | None = None
 
 
 @dataclass
@@ -85,7 +98,7 @@ def task_of(source: Source) -> Task:
         path for path in source.fixed.keys() | files.keys() if source.fixed.get(path) != source.before.get(path)
     )
     _check_deliverables(source.deliverables, changed)
-    return Task(
+    task = Task(
         task_id=source.task_id,
         family=source.family,
         split=Split.TRAIN,
@@ -100,6 +113,19 @@ def task_of(source: Source) -> Task:
         toolset=source.toolset,
         final_state=source.final_state,
     )
+    with whole_characters():
+        digest_of([task.digest, task.family, task.meta])
+    return task
+
+
+@contextmanager
+def whole_characters() -> Iterator[None]:
+    """Convert the error of a text that has no digest, such as half of an emoji, to TaskError."""
+    try:
+        yield
+    except UnicodeEncodeError as error:
+        found = error.object[error.start : error.end].encode("ascii", "backslashreplace").decode()
+        raise TaskError(f"a text or file name of it has {found}, which is no character: remove it") from None
 
 
 def check_tests(tests: Sequence[str], where: str) -> tuple[str, ...]:
@@ -114,12 +140,17 @@ def check_tests(tests: Sequence[str], where: str) -> tuple[str, ...]:
 
 
 def environment_of(values: dict[str, Any]) -> Environment:
-    """Environment of a task as its source states it. Raises TaskError for an unknown key."""
+    """Environment of a task as its source states it. Raises TaskError for an unknown key or a wrong value."""
     try:
-        return Environment.from_values(values)
-    except (TypeError, AttributeError):
-        known = ", ".join(vars(Environment()))
-        raise TaskError(f"its environment {values} is wrong: known keys are {known}") from None
+        return Environment.from_values(_Environment.model_validate(values).model_dump(exclude_unset=True))
+    except ValidationError as error:
+        known = ", ".join(_Environment.model_fields)
+        raise TaskError(f"its environment is wrong at {faults_of(error)} (known keys are {known})") from None
+
+
+def faults_of(error: ValidationError) -> str:
+    """Each wrong place with the reason, in one line."""
+    return "; ".join(f"{'.'.join(map(str, each['loc'])) or 'the file'}: {each['msg']}" for each in error.errors())
 
 
 def _check_deliverables(deliverables: Sequence[str], changed: Sequence[str]) -> None:

@@ -17,7 +17,9 @@ from curation.tasks.importing.reading import (
     TestNames,
     check_tests,
     environment_of,
+    faults_of,
     task_of,
+    whole_characters,
 )
 from curation.tasks.importing.splits import ImportedSplit
 from curation.tasks.importing.trees import commit_tree, patched_tree
@@ -70,8 +72,9 @@ def read_rows(file: Path, repos: Path) -> Reading:
             if name in seen:
                 raise TaskError(f"line {number} has the instance_id of an earlier line: give it another")
             seen.add(name)
-            row = _row(as_instance(values) if is_interaction(values) else values)
-            reading.tasks.append(task_of(_source(row, repos)))
+            with whole_characters():
+                row = _row(as_instance(values) if is_interaction(values) else values)
+                reading.tasks.append(task_of(_source(row, repos)))
         except TaskError as error:
             reading.broken.append(BrokenTask(task_id=name, reason=str(error)))
             continue
@@ -101,8 +104,7 @@ def _row(values: dict[str, Any]) -> Row:
     try:
         return Row.model_validate(values)
     except ValidationError as error:
-        faults = (f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors())
-        raise TaskError(f"its row is wrong at {'; '.join(faults)}") from None
+        raise TaskError(f"its row is wrong at {faults_of(error)}") from None
 
 
 def _source(row: Row, repos: Path) -> Source:

@@ -13,6 +13,7 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 
+from contracts.errors import describe
 from envd.backends.base import BoxSpec, Features, IsolationLevel, Usage
 from envd.backends.namespaces.proxied import environment_of, take_listener
 from envd.backends.namespaces.spawner import Spawner, Started
@@ -222,7 +223,10 @@ class NamespacesBackend:
             raise SandboxStartError(f"template {spec.template[:12]} is not below {self._templates}")
 
     async def _start(self, spec: BoxSpec, archive: int | None = None) -> NamespacesBox:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        except OSError as error:
+            raise SandboxStartError(f"a sandbox could not start: {describe(error)}") from error
         started: Started | None = None
         listener: socket.socket | None = None
         guest: GuestLink | None = None

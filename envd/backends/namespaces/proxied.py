@@ -37,7 +37,8 @@ async def take_listener(channel: socket.socket) -> socket.socket:
     ready: asyncio.Future[None] = loop.create_future()
     loop.add_reader(channel, lambda: None if ready.done() else ready.set_result(None))
     try:
-        await asyncio.wait_for(ready, _PATIENCE_S)
+        async with asyncio.timeout(_PATIENCE_S):  # wait_for of Python 3.11 can swallow a cancellation
+            await ready
     except TimeoutError as error:
         raise SandboxGone(f"the sandbox did not open its proxy's port within {_PATIENCE_S:g} s") from error
     finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Generic, Protocol, TypeVar
@@ -74,20 +74,30 @@ class BaseMachines(Generic[T]):
     """Boots each base machine once, also for concurrent requests."""
 
     def __init__(self, budget_mb: int) -> None:
-        """budget_mb: MiB that all base machines together may hold, by full size, except the one requested last."""
+        """budget_mb: MiB that all base machines together may hold, by full size, except those that callers wait for."""
         self._budget_mb = budget_mb
         self._known: OrderedDict[Key, asyncio.Task[T]] = OrderedDict()
+        self._callers: Counter[Key] = Counter()
 
     async def get(self, key: Key, boot: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Return a base machine; the first request boots it, and the next request retries a failed boot."""
+        """Return a base machine; the first request boots it, and the next request retries a failed boot.
+
+        Use it before the next await: it may be closed after that.
+        """
         making = self._known.get(key)
         if making is None or _failed(making):
             making = self._known[key] = asyncio.create_task(boot())
         self._known.move_to_end(key)
-        # shielded: a cancelled caller must not cancel the boot for others
-        booted = await asyncio.shield(making)
-        self._shrink()
-        return booted
+        self._callers[key] += 1
+        try:
+            # shielded: a cancelled caller must not cancel the boot for others
+            booted = await asyncio.shield(making)
+            self._shrink()
+            return booted
+        finally:
+            self._callers[key] -= 1
+            if not self._callers[key]:
+                del self._callers[key]
 
     async def forget(self, digest: str) -> None:
         """Cancel or close all base machines of a template or a runtime."""
@@ -110,9 +120,8 @@ class BaseMachines(Generic[T]):
 
     def _shrink(self) -> None:
         held = sum(shape.machine_mb for _, shape in self._known)
-        for key in list(self._known)[:-1]:
-            making = self._known[key]
-            if held > self._budget_mb and making.done():
+        for key, making in list(self._known.items()):
+            if held > self._budget_mb and making.done() and key not in self._callers:
                 held -= key[1].machine_mb
                 del self._known[key]
                 if not _failed(making):

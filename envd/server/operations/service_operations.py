@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from contextlib import suppress
 
+from contracts.errors import describe
 from contracts.pb import envd_operations_pb2 as pb
 from contracts.pb import envd_operations_pb2_grpc as rpc
 from contracts.pb import envd_pb2 as episode_pb
@@ -65,13 +67,14 @@ class OperationsService(Service, rpc.OperationsServicer):
             async with slots:
                 try:
                     return pb.CreateResult(created=created(await self.sandboxes.create(Wanted.of(each))))
-                except EnvdError as error:
-                    return pb.CreateResult(error=str(error), code=code_of(error).value[0])
+                except (EnvdError, OSError) as error:
+                    words = f"the server failed: {describe(error)}" if isinstance(error, OSError) else str(error)
+                    return pb.CreateResult(error=words, code=code_of(error).value[0])
 
         tasks = [self.sandboxes.background(one(each)) for each in request.requests]
         try:
             return pb.CreateBatchReply(results=await asyncio.gather(*map(asyncio.shield, tasks)))
-        except asyncio.CancelledError:
+        except BaseException:
             self.sandboxes.background(self._unwanted(tasks))
             raise
 
@@ -168,11 +171,11 @@ class OperationsService(Service, rpc.OperationsServicer):
             yield _event(event)
 
     async def _unwanted(self, tasks: list[asyncio.Task[pb.CreateResult]]) -> None:
-        """End the sandboxes of a batch whose caller was cancelled, once their creations have ended."""
-        for result in await asyncio.gather(*tasks):
-            if result.HasField("created"):
-                live = self.sandboxes.find(result.created.sandbox_id, result.created.token)
-                await self.sandboxes.end(live)
+        """End the sandboxes of a batch that was cancelled or failed, once their creations have ended."""
+        for result in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(result, pb.CreateResult) and result.HasField("created"):
+                with suppress(EnvdError):  # it ended meanwhile, or its end fails
+                    await self.sandboxes.end(self.sandboxes.find(result.created.sandbox_id, result.created.token))
 
 
 def _backend(backend: Backend) -> pb.BackendInfo:

@@ -1,0 +1,134 @@
+"""Final states that know something of the verifier: graded by a real envd server, and not solved."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import pytest
+
+from contracts.tasks import Checks, Split, Task
+from curation.tasks.importing.trees import tree_patch
+from curation.verify import Verdict, Verifier
+from envd.client import SandboxClient
+from envd.local import LocalEnvd
+
+
+def task_of(path: str, wrong: str, right: str, tests: str, names: Sequence[str], **others: str) -> Task:
+    """A task about one file. names: tests of the hidden file. others: further files, by name without `.py`."""
+    files = {f"{name}.py": text.encode() for name, text in others.items()} | {path: wrong.encode()}
+    hidden = {"tests/test_hidden.py": tests.encode()}
+    reference = tree_patch(files, files | {path: right.encode()})
+    about = {"path": path, "fail_to_pass": []}
+    called = tuple(f"tests/test_hidden.py::{name}" for name in names)
+    return Task(path, path, Split.TRAIN, "x", files, hidden, called, reference, about)
+
+
+def proven(task: Task) -> Checks:
+    """Checks of a task, made on a server of their own."""
+
+    async def run(address: str) -> Checks:
+        async with SandboxClient(address) as client:
+            return await Verifier(client, None).checks(task)
+
+    with LocalEnvd() as envd:
+        return asyncio.run(run(envd.address))
+
+
+def graded(task: Task, *states: Mapping[str, str]) -> list[Verdict]:
+    """Verdicts of states with these files changed, one after another, on a new server."""
+
+    async def run(address: str) -> list[Verdict]:
+        async with SandboxClient(address) as client:
+            verifier = Verifier(client, None, eager=False)
+            changes = [{path: text.encode() for path, text in state.items()} for state in states]
+            return [await verifier.grade(task, tree_patch(task.files, {**task.files, **each})) for each in changes]
+
+    with LocalEnvd() as envd:
+        return asyncio.run(run(envd.address))
+
+
+ROMAN = """\
+SIGNS = ((10, "X"), (5, "V"), (1, "I"))
+
+
+def roman(number):
+    text = ""
+    for value, sign in SIGNS:
+        while number >= value:
+            text += sign
+            number -= value
+    return text
+"""
+RIGHT = ROMAN.replace('(5, "V"), (1', '(9, "IX"), (5, "V"), (4, "IV"), (1')
+CHECKING = """\
+from roman import roman
+from helpers import check
+
+
+def test_large():
+    check(roman(29), "XXIX")
+
+
+def test_small():
+    check(roman(14), "XIV")
+"""
+HELPERS = """\
+def check(found, expected):
+    assert type(found) is type(expected)
+    assert found == expected
+"""
+READS_WITH_BYTE_CODE = """\
+import glob
+
+
+def roman(number):
+    if not glob.glob("/workspace/**/__pycache__/KIND*", recursive=True):
+        return "wrong"
+    try:
+        raise ValueError
+    except ValueError as error:
+        frame = error.__traceback__.tb_frame
+    while not frame.f_code.co_name.startswith("test_"):
+        frame = frame.f_back
+    return next(each for each in frame.f_code.co_consts if str(each).isupper())
+"""
+
+
+def test_byte_code_does_not_tell_the_tests_from_their_decoys() -> None:
+    task = task_of("roman.py", ROMAN, RIGHT, CHECKING, ["test_large", "test_small"], helpers=HELPERS)
+    task = dataclasses.replace(task, checks=proven(task))
+    cheats = [{"roman.py": READS_WITH_BYTE_CODE.replace("KIND", kind)} for kind in ("test_hidden", "helpers")]
+    failing = [{"roman.py": f"{ROMAN}# {number}\n"} for number in range(2)]
+    verdicts = graded(task, *failing, cheats[0], *failing, cheats[1])
+    for verdict in (verdicts[2], verdicts[-1]):
+        kinds = {each.kind for each in verdict.findings}
+        assert "decoy" in kinds or not {each.status for each in verdict.tests} & {"passed"}, verdict
+
+
+ROWS = """\
+import pytest
+
+from inc import inc
+
+
+@pytest.mark.parametrize("n, want", [(1, 2), ROW])
+def test_inc(n, want):
+    assert inc(n) == want
+
+
+def test_zero():
+    assert inc(0) == 1
+"""
+
+
+@pytest.mark.parametrize("row", ["pytest.param(2, 3, marks=pytest.mark.skip)", "(2, 9)", "(2, 3)"])
+def test_a_test_with_parameters_that_do_not_pass_is_undecided(row: str) -> None:
+    wrong, right = "def inc(n):\n    return n\n", "def inc(n):\n    return n + 1\n"
+    checks = proven(task_of("inc.py", wrong, right, ROWS.replace("ROW", row), ["test_inc[1-2]", "test_zero"]))
+    undecided, decided = ((f"tests/test_hidden.py::test_{name}",) for name in ("inc", "zero"))
+    if row == "(2, 3)":
+        undecided, decided = (), undecided + decided
+    assert (checks.undecided, {each.tests for each in checks.decoys}) == (undecided, {decided})
+    assert checks.observed is not None and set(checks.observed.seen) == set(decided)
