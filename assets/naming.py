@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import dagster as dg
@@ -12,6 +13,7 @@ from ops.graph import graph_of, pool_of
 from ops.pod_tags import pod_tags
 from ops.retries import bounded, step_retries
 from ops.spec import StepSpec
+from resources.errors import CheckFailed
 from resources.experiment import Experiment
 from resources.ref_io import REF
 
@@ -74,6 +76,8 @@ def define(
     The function receives the references of the upstream assets as keyword arguments.
     """
 
+    blocking = {each.name for each in checks if each.blocking}
+
     def decorate(function: Callable[..., Any]) -> dg.AssetsDefinition:
         return dg.asset(
             key=key_of(experiment, spec.name),
@@ -91,9 +95,28 @@ def define(
             check_specs=checks,
             dagster_type=REF,
             pool=pool_of(experiment, spec.name),
-        )(bounded(function))
+        )(bounded(_refusing(function, key_of(experiment, spec.name), blocking) if blocking else function))
 
     return decorate
+
+
+def _refusing(function: Callable[..., Any], key: dg.AssetKey, blocking: set[str]) -> Callable[..., Any]:
+    """The function, which raises CheckFailed if a blocking check fails. Dagster itself records the asset's reference
+    first, so that later steps would use the asset.
+    """
+
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Iterator[Any]:
+        made = function(*args, **kwargs)
+        failed = [each for each in made.check_results if not each.passed and each.check_name in blocking]
+        if failed:
+            yield from made.check_results  # shown in the UI
+            facts = ", ".join(f"{name} {value.value}" for each in failed for name, value in each.metadata.items())
+            names = ", ".join(str(each.check_name) for each in failed)
+            raise CheckFailed(f"{key.to_user_string()} fails its check {names}: {facts}")
+        yield made
+
+    return checked
 
 
 def check(experiment: Experiment, spec: StepSpec, name: str, description: str, *, blocking: bool) -> dg.AssetCheckSpec:

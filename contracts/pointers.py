@@ -10,6 +10,8 @@ from contracts.digests import canonical_json
 from contracts.errors import ArtifactCorrupt, ArtifactMissing
 from contracts.store import Store
 
+_FIRST = f"/{1:08d}.json"
+
 
 @dataclass(frozen=True)
 class PointerEntry:
@@ -86,3 +88,12 @@ class Pointer:
 def pointer_folders(store: Store, folder: str) -> list[str]:
     """Sorted names directly below `folder`, e.g. the partitions of an asset."""
     return [*store.folders(f"pointers/{folder}/")]
+
+
+def changed_pointers(store: Store, folder: str) -> dict[str, PointerEntry]:
+    """Current values, by name, of the pointers directly below `folder` that have had several. One listing."""
+    prefix, latest = f"pointers/{folder}/", {}
+    for key in store.list(prefix):
+        latest[key.removeprefix(prefix).partition("/")[0]] = key
+    found = {name: Pointer(store, f"{folder}/{name}") for name, key in latest.items() if not key.endswith(_FIRST)}
+    return {name: entry for name, pointer in found.items() if (entry := pointer.current()) is not None}

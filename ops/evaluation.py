@@ -34,6 +34,7 @@ from contracts.failpoints import failpoint
 from contracts.parts import Parts
 from contracts.store import Store
 from contracts.tasks import Split, Task
+from curation.errors import TaskError
 from curation.measures import Sample, measures, read_samples
 from curation.rewards import REWARDS, RewardConfig, grade_episodes
 from curation.statistics import paired_difference, pass_rate, solved_by_task
@@ -276,8 +277,10 @@ def _commit_run(
 def require_graded(rewards: pa.Table, allowed: float, what: str) -> None:
     """Refuse a run that lost more than the share `allowed` of its episodes; once committed, it would count permanently.
 
-    Raises EvaluationIncomplete.
+    Raises EvaluationIncomplete, and TaskError for a run without episodes.
     """
+    if not len(rewards):
+        raise TaskError(f"evaluation of {what} played no episode: the task suite has no tasks in this split")
     lost = rewards["solved"].null_count
     if lost > allowed * len(rewards) or lost == len(rewards):
         raise EvaluationIncomplete(

@@ -22,6 +22,7 @@ from ops.graph import ITERATION_INPUTS, PROMPTS, ROLLOUTS
 from ops.iteration_keys import iteration_key, next_iteration, require_key
 from ops.loading import load_tasks
 from ops.off_policy import require_recent
+from ops.readings import require_splits
 from ops.replay import lineage_of, replay
 from ops.state import TRAINING_START, IterationInputs, IterationState, Start, read_inputs, training_start_key
 from ops.step import Step
@@ -64,7 +65,8 @@ def pin_inputs(step: Step, policy: str) -> Artifact:
     checkpoint.
 
     Without a decision of the previous iteration, this one is sampled ahead: the start of its training stays open.
-    Raises IterationRefused, and writes nothing, for a key that is not an iteration's or too far ahead.
+    Raises, and writes nothing, IterationRefused for a key that is not an iteration's or too far ahead, and TaskError
+    for a suite that lacks tasks.
     """
     require_key(step.store, step.experiment, step.iteration)
     found = step.work.find()
@@ -85,6 +87,7 @@ def pin_inputs(step: Step, policy: str) -> Artifact:
         carried_over=unfinished_before(step.store, step.experiment, step.iteration),
     )
     inputs = replay(step.store, step.experiment, inputs)
+    require_splits(step.store, step.experiment, inputs.task_suite)
     _require_continuable(step, inputs.start.checkpoint if inputs.start else inputs.policy)
     inputs = inputs.model_copy(update={"difficulty": pinned_difficulty(step.store, step.experiment, inputs)})
     source, forked = lineage_of(step.store, step.experiment, inputs)

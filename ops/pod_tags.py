@@ -12,7 +12,7 @@ from resources.experiment import Experiment
 CONFIG_TAG = "dagster-k8s/config"
 """Tag that dagster-k8s merges into the Job of a run (tag of a job) or of a step (tag of an op)."""
 EXPERIMENT_LABEL = "triplane/experiment"
-"""Label of all pods of an experiment."""
+"""Label of all pods of an experiment, and tag of the runs of its jobs."""
 
 
 def pod_tags(experiment: Experiment) -> dict[str, Any]:

@@ -5,15 +5,18 @@ Each (policy, reading) is one artifact of kind `evaluation_run`, which every exp
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from contracts.artifacts import ArtifactRef
+from contracts.artifacts import ArtifactRef, open_artifact
 from contracts.chat import CHAT_VERSION
 from contracts.digests import action_key
 from contracts.store import Store
 from contracts.tasks import Split
+from curation.errors import TaskError
 from curation.rewards import REWARDS_VERSION
+from curation.tasks.build import find_built
 from curation.tasks.suite import TaskSuiteConfig
 from inference.engines.config import EngineConfig
 from inference.rollouts import ROLLOUTS_VERSION
@@ -86,6 +89,30 @@ def readings_of(experiment: Experiment) -> list[Reading]:
         if samples and config.greedy:
             found.append(Reading(split, 1, greedy=True))
     return found
+
+
+def empty_splits(experiment: Experiment, tasks: Mapping[str, int]) -> list[str]:
+    """Splits that an experiment trains on or plays and that hold no task. tasks: their number by split."""
+    wanted = dict.fromkeys([Split.TRAIN, *(each.split for each in readings_of(experiment))])
+    return [split.value for split in wanted if not tasks.get(split.value)]
+
+
+def require_splits(store: Store, experiment: Experiment, suite: ArtifactRef | None = None) -> None:
+    """Refuse a suite that lacks the tasks of a split, before hours of sampling. suite: None for the experiment's own,
+    if it is built.
+
+    Raises TaskError with the fix.
+    """
+    found = open_artifact(store, suite) if suite else find_built(experiment.tasks, store)
+    empty = empty_splits(experiment, found.meta["splits"]) if found else []
+    if found is None or not empty:
+        return
+    unread = [each for each in empty if each in (Split.HELD_OUT.value, Split.UNSEEN.value)]
+    settings = ", ".join(f"evaluation.{each}_samples: 0" for each in unread)
+    raise TaskError(
+        f"task suite {found.ref.short} has no tasks in {' and '.join(empty)}, which {experiment.name} uses: make a"
+        f" suite with tasks there{f', or set {settings}' if unread == empty else ''}"
+    )
 
 
 def sampling_slice(experiment: Experiment, engine: EngineConfig) -> dict[str, Any]:

@@ -98,13 +98,17 @@ def _require_same_sampling(state: IterationState, fork: ForkConfig) -> None:
         ref = state.replayed(spec.name)
         made = find_artifact(state.store, kind, ref.key) if ref else None
         for path, sampled, now in differences(made.manifest.config if made else {}, spec.own_config(state)):
-            field = path if path.partition(".")[0] in Experiment.model_fields else prefix + path
-            root, _, rest = field.partition(".")
-            field = _FIELDS.get(root, root) + (f".{rest}" if rest else "")
+            field = field_of(path if path.partition(".")[0] in Experiment.model_fields else prefix + path)
             raise IterationRefused(
                 f"{field} is {now!r} in {state.experiment.name}, but {fork} was sampled with {sampled!r}: a fork keeps"
                 f" the episodes; set {field} to {sampled!r}, or start an experiment of its own"
             )
+
+
+def field_of(path: str) -> str:
+    """Field of an experiment, such as sandboxes.limits.cpus, from its path in the slice of the rollouts."""
+    root, dot, rest = path.partition(".")
+    return f"{_FIELDS.get(root, root)}{dot}{rest}"
 
 
 def differences(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:

@@ -1,4 +1,5 @@
-"""What a store may lose without changing an answer: trainer states that nothing starts from, and merged groups.
+"""What a store may lose without changing an answer: trainer states that nothing starts from, merged groups, and
+snapshots of trainings that were given up.
 
 Manifests of everything else stay, with all checkpoints and episodes, so that lineage, recall and reports answer as
 before. An iteration whose trainer state is gone can't be trained again, and its policy can't be rolled back to.
@@ -13,12 +14,13 @@ from dataclasses import dataclass
 from contracts.artifacts import Artifact, ArtifactRef, artifact_exists, discard_artifact, find_artifact, list_artifacts
 from contracts.store import Store
 from inference.rollouts.groups import GROUP
-from ops.graph import CHECKPOINT, EVALUATION, ITERATION_INPUTS, PER_ITERATION, ROLLOUTS, SAMPLER
+from ops.graph import CHECKPOINT, DATASET, EVALUATION, ITERATION_INPUTS, PER_ITERATION, ROLLOUTS, SAMPLER
 from ops.iteration_keys import next_iteration
 from ops.readings import EVALUATION_RUN
 from ops.state import read_inputs
 from resources.refs import earlier_refs, experiments_in, partitions, read_artifact, read_ref
 from resources.registry import Registry
+from trainer.config import SNAPSHOT
 
 TRAINER_STATE = "trainer_state"
 SHOWN_ITERATIONS = 3
@@ -44,11 +46,18 @@ def removable(store: Store, keep_last: int, older_than_s: float) -> list[Removab
     """
     old = time.time() - older_than_s
     needed = {key for experiment in experiments_in(store) for key in _needed_by(store, experiment, keep_last)}
+    snapshots = [each for each in list_artifacts(store, SNAPSHOT) if each.manifest.created_unix < old]
+    trains = {digest for each in experiments_in(store) for digest in _trains_on(store, each)} if snapshots else set()
     found = [
+        *(each for each in snapshots if _dataset_of(each) not in trains | {None}),
         *(each for each in list_artifacts(store, TRAINER_STATE) if each.ref.key not in needed),
         *(each for each in list_artifacts(store, GROUP) if _is_merged(store, each)),
     ]
-    why = {TRAINER_STATE: "nothing starts from it", GROUP: "merged into its rollouts"}
+    why = {
+        TRAINER_STATE: "nothing starts from it",
+        GROUP: "merged into its rollouts",
+        SNAPSHOT: "no iteration trains on its dataset any more",
+    }
     return [Removable(each.ref, _size(each), why[each.ref.kind]) for each in found if each.manifest.created_unix < old]
 
 
@@ -80,6 +89,26 @@ def _needed_by(store: Store, experiment: str, keep_last: int) -> Iterator[str]:
         made = read_ref(store, experiment, CHECKPOINT.name, iteration)
         if made is not None:
             yield from (each.key for each in (made, *earlier_refs(store, experiment, CHECKPOINT.name, iteration, made)))
+
+
+def _dataset_of(snapshot: Artifact) -> str | None:
+    """Digest of the dataset that a training was interrupted on; None for a warm start."""
+    found: str | None = snapshot.manifest.config.get("inputs", {}).get("dataset")
+    return found
+
+
+def _trains_on(store: Store, experiment: str) -> Iterator[str]:
+    """Digests of the datasets whose training may go on: of iterations without a decision, and of those whose checkpoint
+    was made from another one.
+    """
+    undecided = next_iteration(store, experiment)
+    for iteration in partitions(store, experiment, DATASET.name):
+        dataset = read_ref(store, experiment, DATASET.name, iteration)
+        if dataset is None:
+            continue
+        made = read_artifact(store, experiment, CHECKPOINT.name, iteration) if int(iteration) < undecided else None
+        if made is None or made.manifest.parents.get(DATASET.name) != dataset:
+            yield dataset.digest
 
 
 def iteration_bytes(store: Store, experiment: str) -> float | None:

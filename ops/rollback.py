@@ -6,6 +6,7 @@ A crash between the two leaves outdated servers after a complete rollback. Then 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +17,12 @@ from contracts.errors import ConfigError
 from contracts.failpoints import failpoint
 from contracts.store import Store
 from ops.deploy import bring_servers, server_metadata
+from ops.graph import SAMPLER
 from ops.inputs import trainer_state_of
 from resources.deployment import ServerState
+from resources.errors import RegistryError
 from resources.experiment import Experiment
-from resources.refs import read_ref, require_ref
+from resources.refs import read_artifact, read_ref, require_ref
 from resources.registry import BASE, BasePolicy, LivePolicy, Registry, Restorable
 
 
@@ -80,18 +83,41 @@ def roll_back(store: Store, experiment: Experiment, plan: RollbackPlan, reason: 
     return RolledBack(plan, entry, bring_live(store, experiment))
 
 
-def roll_back_once(store: Store, experiment: Experiment, to: str | None, reason: str, request: str) -> RolledBack:
+def roll_back_once(
+    store: Store, experiment: Experiment, to: str | None, reason: str, request: str, asked_unix: float
+) -> RolledBack:
     """Roll back for a request that may be repeated after a crash: the registry changes once, servers are updated every
-    time.
+    time. asked_unix: when the request was made, which may have waited in a queue, in seconds since 1970.
 
-    Raises the errors of `plan_rollback` and `roll_back`.
+    Raises the errors of `plan_rollback` and `roll_back`, and RegistryError if `to` is None and another policy went live
+    since the request.
     """
     registry = Registry(store, experiment.name)
     entry = registry.rollback_of(request)
     before = entry is not None
     if entry is None:
-        entry = change_live(store, experiment.name, plan_rollback(store, experiment.name, to), reason, request)
+        plan = plan_rollback(store, experiment.name, to)
+        if to is None:
+            _require_seen(store, experiment.name, plan, asked_unix)
+        entry = change_live(store, experiment.name, plan, reason, request)
     return RolledBack(_plan_of(registry, entry), entry, bring_live(store, experiment), before)
+
+
+def _require_seen(store: Store, experiment: str, plan: RollbackPlan, asked_unix: float) -> None:
+    """Raise unless the live policy was live when "the previous one" was asked for. A promotion has the time of its
+    decision, which follows it; one without a decision may be newer.
+    """
+    live = plan.live
+    if live.rollback is not None:
+        changed = live.rollback.unix
+    else:
+        decision = read_artifact(store, experiment, SAMPLER.name, live.iteration)
+        changed = decision.manifest.created_unix if decision else math.inf
+    if changed > asked_unix:
+        raise RegistryError(
+            f"{live.policy.short} ({live.came_by}) went live after this rollback was launched, nothing was rolled back:"
+            f" launch it again with `to`, which is {plan.target.number or BASE} for the policy before that one"
+        )
 
 
 def change_live(

@@ -26,11 +26,13 @@ from ops.health import checked, infrastructure_held
 from ops.inputs import PromptsDrawn
 from ops.loading import load_tasks, load_tokenizer
 from ops.pod_tags import pod_tags
+from ops.replay import differences, field_of
 from ops.results import output, table_facts
 from ops.retries import bounded, step_retries
 from ops.rollout_numbers import rollout_numbers, sampled_numbers, speed_before
 from ops.samples import sample_episodes
 from ops.step import Step, begin
+from resources.errors import IterationRefused
 from resources.experiment import Experiment
 from resources.loops import run_async
 from resources.progress import ProgressSink
@@ -192,10 +194,12 @@ def rollout_ops(experiment: Experiment) -> tuple[dg.OpDefinition, dg.OpDefinitio
         progress: dg.ResourceParam[ProgressSink],
     ) -> dict[str, Any]:
         step = begin(context, experiment, ROLLOUTS, store.open(), progress)
-        planned = read_plan(open_artifact(step.store, ArtifactRef.model_validate(part["plan"])))
+        made = open_artifact(step.store, ArtifactRef.model_validate(part["plan"]))
+        planned = read_plan(made)
         if artifact_exists(step.store, ROLLOUTS.name, planned.key):
             context.log.info(f"rollouts {planned.key[:12]} are committed: nothing to sample")
             return part
+        _require_unchanged(step, made)
         # after a fault of infrastructure committed groups stay, and the retry samples only what is missing
         report = run_async(sample_shard(step, planned, part["shard"], sampler, sandboxes))
         context.log.info(f"shard {part['shard']}: {json.dumps(report)}")
@@ -229,6 +233,15 @@ def rollout_ops(experiment: Experiment) -> tuple[dg.OpDefinition, dg.OpDefinitio
         yield output(merged, {**rollout_metadata(step, merged, planned), **speed_before(step), **sampled})
 
     return plan, shard, merge
+
+
+def _require_unchanged(step: Step, plan: Artifact) -> None:
+    """Raise IterationRefused if the experiment has other settings than the plan: each pod of a step reads its file."""
+    for path, planned, now in differences(plan.manifest.config, ROLLOUTS.own_config(step.state)):
+        raise IterationRefused(
+            f"{field_of(path)} is {now!r}, and this run planned its rollouts with {planned!r}: {step.experiment.name}"
+            " was edited meanwhile; re-execute all steps of the run"
+        )
 
 
 def groups_lacking(plan: RolloutPlan, gathered: Gathered, store: Store) -> list[GroupPlan]:

@@ -7,7 +7,7 @@ pending/<kind>/<key>/<digest>.json                                  one that the
 from __future__ import annotations
 
 from contracts.artifacts import Artifact, ArtifactRef, find_artifact
-from contracts.pointers import Pointer, pointer_folders
+from contracts.pointers import Pointer, changed_pointers, pointer_folders
 from contracts.store import Store
 from resources.errors import NotMaterialized
 
@@ -34,6 +34,12 @@ def read_ref(store: Store, experiment: str, asset: str, partition: str | None = 
     """Reference to the latest artifact of an asset, or None. partition: None for an unpartitioned asset."""
     entry = _pointer(store, experiment, asset, partition).current_of_few()
     return ArtifactRef.model_validate(entry.value) if entry else None
+
+
+def changed_refs(store: Store, experiment: str, asset: str) -> dict[str, ArtifactRef]:
+    """References to the latest artifact of an asset in each partition in which it has had several."""
+    entries = changed_pointers(store, f"{_FOLDER}/{experiment}/{asset}")
+    return {partition: ArtifactRef.model_validate(entry.value) for partition, entry in entries.items()}
 
 
 def has_ref(store: Store, experiment: str, asset: str, partition: str | None = None) -> bool:

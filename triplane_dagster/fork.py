@@ -15,6 +15,7 @@ import yaml
 from contracts.failpoints import failpoint
 from contracts.pointers import pointer_folders
 from contracts.store import Store
+from inference.engines.config import SglangConfig, VllmConfig
 from ops.fork import source_inputs, source_key
 from ops.iteration_keys import iteration_key
 from ops.off_policy import FAR, trainings_between
@@ -34,6 +35,8 @@ class Fork:
     path: Path
     text: str
     experiment: Experiment
+    shared_engine: str | None
+    """Address of the engine that gets the weights of source and fork; None if each has its own."""
 
     def write(self) -> None:
         """Write the file; a killed writer leaves nothing under its name. Raises ExperimentError if there is one."""
@@ -70,6 +73,8 @@ def plan_fork(store: Store, source: Path, iteration: str, name: str, overrides: 
     own: dict[str, Any] = {"name": name, "description": f"Fork of {original.name}/{iteration}.", "fork": fork}
     if original.deployment.servers:
         own["deployment"] = {"servers": []}  # the source's servers keep serving the source's policy
+    if original.schedule is not None:
+        own["schedule"] = None  # nights that nobody starts would be overdue
     values = merge(own, changes, Experiment)
     forked = parse_experiment(merge(read_values(source), values, Experiment), f"{name!r} (not written)")
     _require_free(store, forked.name, path)
@@ -78,7 +83,15 @@ def plan_fork(store: Store, source: Path, iteration: str, name: str, overrides: 
         _require_recent(store, forked, number)
         preview(store, forked, number)
     text = yaml.safe_dump({"extends": source.name, **values}, sort_keys=False, allow_unicode=True)
-    return Fork(path, text, forked)
+    return Fork(path, text, forked, _shared_engine(original, forked))
+
+
+def _shared_engine(original: Experiment, forked: Experiment) -> str | None:
+    theirs, ours = (
+        each.engine.base_url if isinstance(each.engine, VllmConfig | SglangConfig) else None
+        for each in (original, forked)
+    )
+    return ours if ours == theirs else None
 
 
 def _taken(name: str, where: str) -> ExperimentError:

@@ -1,5 +1,6 @@
 """Jobs of an experiment: its base, one iteration, and a rollback."""
 
+import math
 from typing import Any, Literal
 
 import dagster as dg
@@ -8,7 +9,7 @@ from pydantic import Field
 from assets.naming import key_of
 from ops.deploy import servers_line
 from ops.graph import LEARNED, ONCE, PER_ITERATION, SAMPLED
-from ops.pod_tags import pod_tags
+from ops.pod_tags import EXPERIMENT_LABEL, pod_tags
 from ops.retries import bounded, step_retries
 from ops.rollback import bring_live, observation, roll_back_once
 from resources.errors import AlreadyLive
@@ -16,7 +17,11 @@ from resources.experiment import Experiment
 from resources.store import StoreResource
 from triplane_dagster.private_dagster import UnresolvedAssetJobDefinition
 
-EXPERIMENT_TAG = "triplane/experiment"
+EXPERIMENT_TAG = EXPERIMENT_LABEL
+EXCLUSIVE_TAG = "triplane/exclusive"
+"""Experiment that no other run with this tag may run for: deploy/dagster-production.yaml limits them. The two halves of
+iterations lack it, since they run side by side; their pools limit each.
+"""
 MAX_RETRIES_TAG = "dagster/max_retries"
 """Maximum relaunches of a run whose worker died, if `run_retries` is enabled in the Dagster instance."""
 TARGET_TAG = "triplane/target"
@@ -48,8 +53,14 @@ def rollback_job_name(experiment: Experiment) -> str:
     return f"{experiment.name}_rollback"
 
 
-def _tags(experiment: Experiment) -> dict[str, Any]:
+def shared_tags(experiment: Experiment) -> dict[str, Any]:
+    """Tags of every job of an experiment."""
     return {**REPEATED_WHOLE, EXPERIMENT_TAG: experiment.name, **pod_tags(experiment)}
+
+
+def exclusive_tags(experiment: Experiment) -> dict[str, Any]:
+    """Tags of a job that runs alone."""
+    return {**shared_tags(experiment), EXCLUSIVE_TAG: experiment.name}
 
 
 def base_job(experiment: Experiment) -> UnresolvedAssetJobDefinition:
@@ -58,7 +69,7 @@ def base_job(experiment: Experiment) -> UnresolvedAssetJobDefinition:
         base_job_name(experiment),
         selection=dg.AssetSelection.assets(*(key_of(experiment, asset) for asset in ONCE)),
         description=f"{experiment.name}: task suite and base policy.",
-        tags=_tags(experiment),
+        tags=exclusive_tags(experiment),
     )
 
 
@@ -68,7 +79,7 @@ def iteration_job(experiment: Experiment) -> UnresolvedAssetJobDefinition:
         iteration_job_name(experiment),
         selection=dg.AssetSelection.assets(*(key_of(experiment, asset) for asset in PER_ITERATION)),
         description=f"{experiment.name}: one iteration, from pinned inputs to the decision.",
-        tags=_tags(experiment),
+        tags=exclusive_tags(experiment),
     )
 
 
@@ -83,10 +94,16 @@ def half_jobs(experiment: Experiment) -> list[UnresolvedAssetJobDefinition]:
             half_job_name(experiment, half),
             selection=dg.AssetSelection.assets(*(key_of(experiment, asset) for asset in assets)),
             description=f"{experiment.name}: {text}.",
-            tags={**_tags(experiment), HALF_TAG: half},
+            tags={**shared_tags(experiment), HALF_TAG: half},
         )
         for half, (assets, text) in halves.items()
     ]
+
+
+def launched_unix(context: dg.OpExecutionContext) -> float:
+    """When the context's run, or the one that it repeats, was launched, in seconds since 1970."""
+    record = context.instance.get_run_record_by_id(context.run.get_root_run_id() or context.run_id)
+    return record.create_timestamp.timestamp() if record else math.inf
 
 
 class RollBackTo(dg.Config):
@@ -96,7 +113,7 @@ class RollBackTo(dg.Config):
         default="",
         description=(
             "base, the number of a change, or the beginning of the digest of a policy that was live;"
-            " empty: the previous policy."
+            " empty: the policy before the one that is live at the launch."
         ),
     )
     reason: str = Field(description="Reason, in a few words. Recorded in the registry.")
@@ -115,7 +132,7 @@ def rollback_job(experiment: Experiment) -> dg.JobDefinition:
     def roll_back_op(context: dg.OpExecutionContext, config: RollBackTo, store: StoreResource) -> None:
         opened, request = store.open(), context.run.get_root_run_id() or context.run_id
         try:
-            done = roll_back_once(opened, experiment, config.to or None, config.reason, request)
+            done = roll_back_once(opened, experiment, config.to or None, config.reason, request, launched_unix(context))
         except AlreadyLive as error:
             context.log.info(f"{error}; {servers_line(bring_live(opened, experiment))}")
             return
@@ -129,7 +146,7 @@ def rollback_job(experiment: Experiment) -> dg.JobDefinition:
             f"{experiment.name}: make an earlier policy live again. Adds a change to the registry; nothing is deleted."
         ),
         # no relaunch after a crash: "the previous policy" could be another one by then; an operator has to ask again
-        tags={**_tags(experiment), MAX_RETRIES_TAG: "0"},
+        tags={**exclusive_tags(experiment), MAX_RETRIES_TAG: "0"},
     )
     def job() -> None:
         roll_back_op()

@@ -12,9 +12,8 @@ from dagster._cli.proxy_server_manager import ProxyServerManager
 # `define_asset_job` returns it; without the name its callers would be untyped.
 from dagster._core.definitions.unresolved_asset_job_definition import UnresolvedAssetJobDefinition
 
-# An in-process run raises it for a failed blocking check; the public base class covers every other error as well.
 # The client of a code server raises it when the server can't be reached.
-from dagster._core.errors import DagsterAssetCheckFailedError, DagsterUserCodeUnreachableError
+from dagster._core.errors import DagsterUserCodeUnreachableError
 
 # What an event of a step handler needs, even if there is nothing to add.
 from dagster._core.events import EngineEventData
@@ -55,7 +54,6 @@ __all__ = [
     "CheckRunHealthResult",
     "CheckStepHealthResult",
     "ConfigurableClassData",
-    "DagsterAssetCheckFailedError",
     "DagsterUserCodeUnreachableError",
     "EngineEventData",
     "ProxyServerManager",

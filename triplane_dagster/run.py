@@ -15,7 +15,7 @@ from assets.naming import key_of
 from contracts.store import open_store
 from ops.iteration_keys import require_key
 from ops.retries import steps_in_one_process
-from resources.errors import CheckFailed, StepFailed
+from resources.errors import StepFailed
 from resources.experiment import Experiment
 from resources.progress import ProgressSink, no_progress
 from resources.sampler import SamplerResource
@@ -24,7 +24,6 @@ from triplane_dagster.assembly import definitions_for
 from triplane_dagster.dead_runs import end_dead_runs, process_tag
 from triplane_dagster.jobs import Half, base_job_name, half_job_name, iteration_job_name
 from triplane_dagster.pools import limit_pools
-from triplane_dagster.private_dagster import DagsterAssetCheckFailedError
 from triplane_dagster.unfinished import require_idle
 
 _QUIET = {"loggers": {"console": {"config": {"log_level": "WARNING"}}}}
@@ -108,8 +107,6 @@ class Runner:
                 asset_selection=selection,
                 tags=process_tag(run_id),
             )
-        except DagsterAssetCheckFailedError:
-            raise CheckFailed(failed_checks(self._instance, run_id)) from None
         except BaseException as error:
             if not isinstance(error, Exception):
                 self._cancel(run_id)
@@ -127,17 +124,6 @@ class Runner:
             self._instance.report_run_canceled(
                 run, "Interrupted. Committed work is kept; the next run continues from it."
             )
-
-
-def failed_checks(instance: dg.DagsterInstance, run_id: str) -> str:
-    """Failed blocking checks of a run, with their findings, as text."""
-    found = []
-    for entry in instance.all_logs(run_id, of_type=dg.DagsterEventType.ASSET_CHECK_EVALUATION):
-        checked = entry.get_dagster_event().asset_check_evaluation_data
-        if not checked.passed and checked.blocking:
-            facts = ", ".join(f"{name} {value.value}" for name, value in checked.metadata.items())
-            found.append(f"{checked.asset_key.to_user_string()} fails its check {checked.check_name}: {facts}")
-    return "; ".join(found) or f"run {run_id[:8]} failed a check: `triplane ui` shows which"
 
 
 @contextmanager

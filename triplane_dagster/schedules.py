@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 
 import dagster as dg
 
@@ -11,7 +11,7 @@ from ops.iteration_keys import iteration_key, next_iteration
 from resources.experiment import Experiment, ScheduleConfig
 from triplane_dagster.iterations import decision_of, may_continue
 from triplane_dagster.targets import how_to_end, unfinished_target
-from triplane_dagster.training_job import NIGHT_TAG, Training, train_config, train_job_name
+from triplane_dagster.training_job import NIGHT_TAG, SCHEDULED_TAG, Training, train_config, train_job_name
 from triplane_dagster.unfinished import unfinished_run
 
 
@@ -41,6 +41,8 @@ def night_request(
 ) -> dg.RunRequest | dg.SkipReason:
     """Request for the run of `NAME_train`, or why there is none tonight."""
     plan, train = experiment.schedule or ScheduleConfig(), train_job_name(experiment)
+    if plan.max_hours is not None and at + timedelta(hours=plan.max_hours) <= datetime.now(UTC):
+        return dg.SkipReason(f"the night of {at.isoformat()} is over (schedule.max_hours={plan.max_hours:g})")
     target = unfinished_target(store, experiment)
     if target is not None:
         return dg.SkipReason(how_to_end(experiment, target))
@@ -56,4 +58,5 @@ def night_request(
         )
     night = at.date().isoformat()
     training = Training(iterations=plan.iterations, reason=f"night of {night}", max_hours=plan.max_hours)
-    return dg.RunRequest(run_key=at.isoformat(), run_config=train_config(experiment, training), tags={NIGHT_TAG: night})
+    tags = {NIGHT_TAG: night, SCHEDULED_TAG: at.isoformat()}
+    return dg.RunRequest(run_key=at.isoformat(), run_config=train_config(experiment, training), tags=tags)

@@ -13,7 +13,7 @@ import dagster as dg
 
 from assets.naming import key_of, partitions_of
 from contracts.store import Store, open_store
-from ops.graph import DATASET, ONCE
+from ops.graph import DATASET, ITERATION_INPUTS, ONCE
 from ops.iteration_keys import iteration_key, next_iteration
 from resources.experiment import Experiment
 from resources.refs import has_ref
@@ -75,29 +75,43 @@ def next_request(instance: dg.DagsterInstance, store: Store, experiment: Experim
     if why:
         end_target(store, experiment, target, why)
         return dg.SkipReason(f"{target} ended: {why}")
-    if not all(has_ref(store, experiment.name, asset) for asset in ONCE):
-        asked = [_request(instance, experiment, target, None, base_job_name(experiment))]
-    elif experiment.off_policy.overlap:
-        asked = list(_halves(instance, store, experiment, target, number))
-    else:
+    late = target.deadline_unix is not None and time.time() >= target.deadline_unix
+    has_base = all(has_ref(store, experiment.name, asset) for asset in ONCE)
+    asked: list[dg.RunRequest | str] = []
+    if has_base and experiment.off_policy.overlap:
+        asked = list(_halves(instance, store, experiment, target, number, late))
+    elif has_base and not late:
         asked = [_request(instance, experiment, target, number, iteration_job_name(experiment))]
+    elif not late:
+        asked = [_request(instance, experiment, target, None, base_job_name(experiment))]
     requests = [each for each in asked if isinstance(each, dg.RunRequest)]
+    said = "; ".join(each for each in asked if isinstance(each, str))
+    if late and not requests and unfinished_run(instance, experiment) is None:
+        why = f"its time is over, {said or f'{iteration_key(number)} and later ones were not begun'}"
+        end_target(store, experiment, target, why)
+        return dg.SkipReason(f"{target} ended: {why}")
     if not requests:
-        return dg.SkipReason("; ".join(each for each in asked if isinstance(each, str)))
+        return dg.SkipReason(said or "its time is over, and a run has not ended")
     keys = [key for key in dict.fromkeys(each.partition_key for each in requests) if key]
     added = [partitions_of(experiment).build_add_request(keys)] if keys else []
     return dg.SensorResult(run_requests=requests, dynamic_partitions_requests=added)
 
 
 def _halves(
-    instance: dg.DagsterInstance, store: Store, experiment: Experiment, target: Target, number: int
+    instance: dg.DagsterInstance, store: Store, experiment: Experiment, target: Target, number: int, late: bool
 ) -> Iterator[dg.RunRequest | str]:
-    """The run that learns and the one that samples, or why there is none. number: the first unfinished iteration."""
+    """The run that learns and the one that samples, or why there is none. number: the first unfinished iteration. late:
+    only for iterations that have begun.
+    """
     sampled = has_ref(store, experiment.name, DATASET.name, iteration_key(number))
     ahead = number + 1 if sampled else number
     if sampled:
         yield _half(instance, experiment, target, number, "learn")
-    if ahead <= target.last and not has_ref(store, experiment.name, DATASET.name, iteration_key(ahead)):
+    if ahead > target.last or (
+        late and not has_ref(store, experiment.name, ITERATION_INPUTS.name, iteration_key(ahead))
+    ):
+        return
+    if not has_ref(store, experiment.name, DATASET.name, iteration_key(ahead)):
         yield _half(instance, experiment, target, ahead, "sample")
 
 
@@ -129,8 +143,6 @@ def _ending(store: Store, experiment: Experiment, target: Target, number: int) -
         return f"iteration {iteration_key(number - 1)} is {said} and promotion.on_refusal is stop"
     if number > target.last:
         return "all of them were made"
-    if target.deadline_unix is not None and time.time() >= target.deadline_unix:
-        return f"its time is over, {iteration_key(number)} and later ones were not begun"
     return ""
 
 

@@ -14,6 +14,7 @@ import dagster as dg
 
 from contracts.store import open_store
 from ops.difficulty import require_difficulty
+from ops.readings import require_splits
 from resources.experiment import Experiment
 from resources.progress import ProgressSink, no_progress
 from resources.training_launcher import require_launchable
@@ -38,6 +39,8 @@ def run_iterations(
     require_launchable(experiment)
     store = open_store()
     require_difficulty(store, experiment)
+    if experiment.fork is None:  # a fork has its source's suite, which is looked at when an iteration begins
+        require_splits(store, experiment)
     with open_runner(experiment, instance, progress) as runner:
         runner.base()
         between()

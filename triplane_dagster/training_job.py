@@ -1,7 +1,6 @@
 """Job `NAME_train`: ask for iterations, which the sensor `NAME_sequence` then runs one by one."""
 
-import math
-import time
+from datetime import datetime
 
 import dagster as dg
 from pydantic import Field
@@ -11,11 +10,13 @@ from ops.retries import bounded, step_retries
 from resources.experiment import Experiment
 from resources.store import StoreResource
 from resources.training_launcher import require_launchable
-from triplane_dagster.jobs import EXPERIMENT_TAG, REPEATED_WHOLE
+from triplane_dagster.jobs import exclusive_tags, launched_unix
 from triplane_dagster.targets import end_target, request_target, unfinished_target
 
 NIGHT_TAG = "triplane/night"
 """Date of the night whose schedule launched the run."""
+SCHEDULED_TAG = "triplane/scheduled"
+"""Time for which that night was scheduled, as ISO 8601."""
 
 
 class Training(dg.Config):
@@ -34,7 +35,13 @@ class Training(dg.Config):
     )
     reason: str = Field(default="by hand", description="Reason, in a few words. Recorded in the store.")
     max_hours: float | None = Field(
-        default=None, gt=0, le=8760, description="Begin no further iteration after this time, in hours; none: no limit."
+        default=None,
+        gt=0,
+        le=8760,
+        description=(
+            "Begin no further iteration after this time, in hours from the launch, of a night from its scheduled time;"
+            " none: no limit."
+        ),
     )
 
 
@@ -53,9 +60,10 @@ def train_config(experiment: Experiment, training: Training) -> dg.RunConfig:
     return dg.RunConfig(ops={train_op_name(experiment): training})
 
 
-def _launched_unix(context: dg.OpExecutionContext) -> float:
-    record = context.instance.get_run_record_by_id(context.run.get_root_run_id() or context.run_id)
-    return record.create_timestamp.timestamp() if record else math.inf
+def _began_unix(context: dg.OpExecutionContext) -> float:
+    """When a night was scheduled, or a run by hand launched, in seconds since 1970: both may have waited in a queue."""
+    scheduled = context.run.tags.get(SCHEDULED_TAG)
+    return datetime.fromisoformat(scheduled).timestamp() if scheduled else launched_unix(context)
 
 
 def train_job(experiment: Experiment) -> dg.JobDefinition:
@@ -72,7 +80,7 @@ def train_job(experiment: Experiment) -> dg.JobDefinition:
         opened = store.open()
         if config.iterations == 0:
             unfinished = unfinished_target(opened, experiment)
-            if unfinished is None or (unfinished.asked_unix or 0.0) > _launched_unix(context):
+            if unfinished is None or (unfinished.asked_unix or 0.0) > launched_unix(context):
                 # a repetition of a killed run, after which other iterations were asked for, leaves those alone
                 context.log.info(f"asked for later: {unfinished}" if unfinished else "nothing was under way")
                 return
@@ -87,9 +95,9 @@ def train_job(experiment: Experiment) -> dg.JobDefinition:
             request=context.run.get_root_run_id() or context.run_id,
             from_policy=config.from_policy,
             reason=config.reason,
-            deadline_unix=None if config.max_hours is None else time.time() + 3600 * config.max_hours,
+            deadline_unix=None if config.max_hours is None else _began_unix(context) + 3600 * config.max_hours,
             night=context.run.tags.get(NIGHT_TAG),
-            asked_unix=_launched_unix(context),
+            asked_unix=launched_unix(context),
             repeats=context.run.get_root_run_id() is not None,
         )
         context.log.info(f"{experiment.name}_sequence runs {target}, one at a time")
@@ -98,7 +106,7 @@ def train_job(experiment: Experiment) -> dg.JobDefinition:
         name=train_job_name(experiment),
         description=f"{experiment.name}: ask for further iterations; {experiment.name}_sequence runs them.",
         # a run whose process is killed is launched again: one launch is one request, however often it is repeated
-        tags={**REPEATED_WHOLE, EXPERIMENT_TAG: experiment.name, **pod_tags(experiment)},
+        tags=exclusive_tags(experiment),
         config=train_config(experiment, Training(iterations=experiment.iterations)),
     )
     def job() -> None:

@@ -13,7 +13,7 @@ from ops.costs import Costs, iteration_costs
 from ops.graph import REPORT
 from ops.report import facts
 from ops.report.episodes import viewer
-from ops.report.history import Row, row_of
+from ops.report.history import REMADE, Row, remade_reports, row_of
 from ops.report.page import render
 from ops.report.sources import Sources
 from ops.report.timings import Seconds, Speeds, earlier_costs
@@ -82,6 +82,7 @@ def commit_report(
     if found is not None:
         return found
     report = compose(sources, earlier, seconds, speeds, gpus)
+    remade = remade_reports(sources.store, sources.experiment, sources.iteration)
     with work.writer() as out:
         out.add_json("summary.json", report.summary)
         # all contain durations, so they are not part of the content digest
@@ -94,6 +95,7 @@ def commit_report(
                 "iteration": sources.iteration,
                 "bytes": len(report.page),
                 "episodes": report.summary["rows"][-1]["episodes"],
+                **({REMADE: {each: ref.digest for each, ref in remade.items()}} if remade else {}),
             }
         )
 

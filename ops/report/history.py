@@ -3,25 +3,29 @@
     report[previous].rows + rows of iterations since, from their artifacts + this iteration's row
 
 Each report contains earlier rows, so a long history needs one read. Rows from a report and from artifacts are equal.
+The row of an iteration that was made again comes from its own report.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from statistics import fmean
 from typing import Any
 
-from contracts.artifacts import Artifact
+from contracts.artifacts import Artifact, ArtifactRef, find_artifact
 from contracts.store import Store
 from contracts.tasks import Split
 from curation.statistics import pass_rate
 from ops.report.sources import Sources, find_sources
-from resources.refs import partitions, read_artifact
+from resources.refs import changed_refs, partitions, read_artifact
 
 Row = dict[str, Any]
 STEPS = 16
 """Maximum optimizer steps per iteration."""
+REMADE = "remade"
+"""Key in a report's meta: digests of the reports of earlier iterations that were made again, as its rows know them."""
 SOLVE_RATES = ("solve_rate_kept", "solve_rate_estimated", "solve_rate_bias")
 """Of rollouts that left out stragglers; see inference/rollouts/straggler_bias.py."""
 STEP_NUMBERS = ("loss", "entropy", "old_kl", "grad_norm", "clip_fraction")
@@ -52,9 +56,28 @@ def earlier_rows(store: Store, experiment: str, iteration: str) -> list[Row]:
     reports = [each for each in partitions(store, experiment, "report") if each < iteration]
     report = read_artifact(store, experiment, "report", reports[-1]) if reports else None
     rows: list[Row] = report.json("summary.json")["rows"] if report else []
+    seen = report.meta.get(REMADE, {}) if report else {}
+    changed = remade_reports(store, experiment, iteration)
+    rows = [_current(store, row, changed.get(row["iteration"]), seen) for row in rows]
     known = rows[-1]["iteration"] if rows else ""
     since = [each for each in partitions(store, experiment, "rollouts") if known < each < iteration]
     return rows + [row_of(find_sources(store, experiment, each)) for each in since]
+
+
+def remade_reports(store: Store, experiment: str, iteration: str) -> dict[str, ArtifactRef]:
+    """Current reports of the iterations before this one that were reported again, by iteration."""
+    return {each: ref for each, ref in changed_refs(store, experiment, "report").items() if each < iteration}
+
+
+def _current(store: Store, row: Row, report: ArtifactRef | None, seen: Mapping[str, str]) -> Row:
+    """The row, or that of the iteration's own report if it was made again since. seen: digests of the reports that rows
+    are from already, by iteration.
+    """
+    if report is None or seen.get(row["iteration"]) == report.digest:
+        return row
+    made = find_artifact(store, report.kind, report.key)
+    own: Row = made.json("summary.json")["rows"][-1] if made else row
+    return own
 
 
 def metrics_of(checkpoint: Artifact | None) -> list[dict[str, Any]]:

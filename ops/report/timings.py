@@ -8,6 +8,7 @@ import dagster as dg
 
 from contracts.store import Store
 from ops.costs import Costs
+from ops.pod_tags import EXPERIMENT_LABEL
 from resources.refs import partitions, read_artifact
 
 Seconds = dict[str, dict[str, float]]
@@ -16,12 +17,16 @@ Speeds = dict[str, float]
 """Iteration -> tokens that its rollouts sampled a second."""
 RUNS = 20
 """Number of runs of one iteration to read: the latest."""
+LISTED_RUNS = 500
+"""Number of runs of that key to look through, those of other experiments included."""
 
 
 def iteration_seconds(instance: dg.DagsterInstance, experiment: str, iteration: str) -> dict[str, float]:
     """Seconds of each finished step of one iteration by asset, over all its runs."""
     found: dict[str, float] = {}
-    for run in instance.get_runs(dg.RunsFilter(tags={"dagster/partition": iteration}), limit=RUNS):
+    listed = instance.get_runs(dg.RunsFilter(tags={"dagster/partition": iteration}), limit=LISTED_RUNS)
+    # runs from an asset's page have no tag, and may be those of any experiment
+    for run in [each for each in listed if each.tags.get(EXPERIMENT_LABEL, experiment) == experiment][:RUNS]:
         for step in instance.get_run_step_stats(run.run_id):
             owner, name = f"{experiment}__", step.step_key.partition(".")[0]
             if name.startswith(owner) and step.start_time and step.end_time:

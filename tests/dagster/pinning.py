@@ -19,13 +19,16 @@ from resources.refs import write_ref
 from triplane_dagster.assembly import definitions_for
 from triplane_dagster.jobs import iteration_job_name
 
+SPLITS = {"train": 24, "gate": 4, "held_out": 4, "unseen": 3}
+"""Tasks of a suite that is made up."""
+
 
 def commit(store: Store, kind: str, key: str, **parents: ArtifactRef) -> Artifact:
     with ArtifactWriter(store, kind, key, parents=parents, config={}, code_version="1") as out:
         out.add_json("content.json", {"kind": kind, "key": key})
         if kind == "checkpoint":
             out.add_json("config.json", {})
-        return out.commit(meta={})
+        return out.commit(meta={"splits": SPLITS} if kind == "task_suite" else {})
 
 
 def make_base(store: Store, experiment: Experiment) -> None:

@@ -28,6 +28,7 @@ from resources.refs import read_ref, require_ref
 from resources.registry import Registry
 from triplane_dagster.assembly import load_definitions
 from triplane_dagster.cli.app import app
+from triplane_dagster.fork import plan_fork
 from triplane_dagster.lineage import trace
 from triplane_dagster.quarantine import rebuild
 from triplane_dagster.sequence import run_iterations
@@ -211,11 +212,23 @@ def test_unknown_sources_and_taken_or_odd_names_are_refused(source: World) -> No
 def test_settings_that_sampled_count_and_not_those_that_the_file_has_now(source: World) -> None:
     path = Path("experiments/tiny.yaml")
     changed = path.read_text().replace("group_size: 4", "group_size: 8")
-    path.write_text(changed + "deployment: {servers: ['http://127.0.0.1:9/v1']}\n")
+    path.write_text(changed + "deployment: {servers: ['http://127.0.0.1:9/v1']}\nschedule: {iterations: 4}\n")
     assert "set rollouts.group_size to 4" in refused("tiny/0000", "--as", "e")
     fork("tiny/0000", "--as", "e", "--set", "rollouts.group_size=4")
-    assert load_experiment("experiments/e.yaml").deployment.servers == ()  # they keep serving the source's policy
+    forked = load_experiment("experiments/e.yaml")
+    assert forked.deployment.servers == ()  # they keep serving the source's policy
+    assert forked.schedule is None, "no night of a fork is overdue"
     assert run(source, "e") == ["0000"]
+
+
+def test_a_fork_that_samples_at_its_sources_engine_says_so(source: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("triplane_dagster.fork.preview", lambda *_: None)  # its source was sampled by another engine
+    path = Path("experiments/tiny.yaml")
+    path.write_text(path.read_text() + "engine: {kind: vllm, base_url: 'http://gpu:8000'}\n")
+    shared = plan_fork(source.store, path, "0000", "e", [], 1)
+    assert shared.shared_engine == "http://gpu:8000"
+    own = plan_fork(source.store, path, "0000", "e", ["engine.base_url=http://other:8000"], 1)
+    assert own.shared_engine is None
 
 
 def test_deleted_or_missing_rollouts_are_never_sampled_anew(source: World) -> None:

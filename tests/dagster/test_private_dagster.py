@@ -34,15 +34,6 @@ def test_an_asset_job_has_the_type_that_is_named() -> None:
     assert isinstance(dg.define_asset_job("some"), private.UnresolvedAssetJobDefinition)
 
 
-def test_a_failed_blocking_check_raises_the_error_that_is_named() -> None:
-    @dg.asset(check_specs=[dg.AssetCheckSpec("sound", asset="thing", blocking=True)])
-    def thing() -> dg.MaterializeResult:  # type: ignore[type-arg]
-        return dg.MaterializeResult(check_results=[dg.AssetCheckResult(check_name="sound", passed=False)])
-
-    with pytest.raises(private.DagsterAssetCheckFailedError):
-        dg.materialize([thing])
-
-
 def test_the_mirroring_of_step_output_is_looked_up_by_name() -> None:
     assert list(inspect.signature(private.compute_logs.tail_to_stream).parameters) == ["path", "stream"]
     assert "tail_to_stream(" in inspect.getsource(private.compute_logs.mirror_stream_to_file)

@@ -14,7 +14,8 @@ from dagster_world import World
 from pinning import commit, decide, make_base, pin, sample
 from typer.testing import CliRunner
 
-from contracts.artifacts import ArtifactRef, find_artifact, list_artifacts, open_artifact
+from contracts.artifacts import ArtifactRef, ArtifactWriter, find_artifact, list_artifacts, open_artifact
+from contracts.digests import digest_of
 from contracts.store import Store, open_store
 from contracts.upkeep import find_garbage
 from ops.inputs import trainer_state_of
@@ -101,6 +102,43 @@ def test_the_states_of_undecided_iterations_stay(
         for iteration in ("0000", "0001"):
             decide(store, ahead, iteration, "refused")
         assert [each.ref.key for each in removable(store, 1, ANY_AGE)] == ["c" * 64]
+
+
+def test_snapshots_of_trainings_that_were_given_up_go(
+    tiny: Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRIPLANE_STORE", str(tmp_path / "store"))
+    store = open_store()
+    make_base(store, tiny)
+
+    def interrupt(**inputs: str) -> str:
+        config = {"job": digest_of(inputs), "inputs": inputs}
+        with ArtifactWriter(
+            store, "trainer_snapshot", digest_of(config), parents={}, config=config, code_version="1"
+        ) as out:
+            out.add_json("state.json", {})
+            return out.commit().ref.key
+
+    def removed() -> set[str]:
+        return {each.ref.key for each in removable(store, 1, ANY_AGE)}
+
+    with dg.DagsterInstance.ephemeral(str(tmp_path)) as instance:
+        pin(tiny, instance, "0000")
+    sample(store, tiny, "0000")
+    dataset = require_ref(store, tiny.name, "dataset", "0000")
+    warm_start, earlier, current = (
+        interrupt(tokenizer="1"),
+        interrupt(dataset="2" * 64),
+        interrupt(dataset=dataset.digest),
+    )
+    assert removed() == {earlier}, "0000 trains"
+    assert removable(store, 1, 3600.0) == []
+    write_ref(store, tiny.name, "checkpoint", "0000", commit(store, "checkpoint", "c" * 64, dataset=dataset).ref)
+    decide(store, tiny, "0000")
+    assert removed() == {earlier, current} and warm_start not in removed()
+    write_ref(store, tiny.name, "dataset", "0000", commit(store, "dataset", "d" * 64).ref)
+    again = interrupt(dataset=require_ref(store, tiny.name, "dataset", "0000").digest)
+    assert again not in removed(), "it is trained again"
 
 
 def test_files_that_a_killed_gc_leaves_are_found_by_the_next_one(mine: World, monkeypatch: pytest.MonkeyPatch) -> None:

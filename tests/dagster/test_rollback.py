@@ -13,6 +13,7 @@ from dagster._core.events import RunFailureReason
 from dagster._core.execution.retries import auto_reexecution_should_retry_run
 from dagster._core.storage.tags import PARENT_RUN_ID_TAG, ROOT_RUN_ID_TAG
 from dagster_world import World
+from pinning import decide
 
 from assets.naming import key_of
 from contracts.artifacts import open_artifact
@@ -87,6 +88,30 @@ def test_a_run_that_died_before_the_servers_finds_its_own_rollback_when_it_is_ma
     assert launch(mine, reason="and another").success, "a run of its own is another request"
     live = registry.live()
     assert live is not None and live.origin == 0 and len(registry.history()) == len(before) + 1
+
+
+def test_a_rollback_to_the_previous_policy_that_waited_while_another_one_went_live_is_refused(mine: World) -> None:
+    name, registry = mine.experiment.name, Registry(mine.store, mine.experiment.name)
+    job = definitions_for([mine.experiment]).resolve_job_def(rollback_job_name(mine.experiment))
+    config = {"ops": {f"{name}_roll_back": {"config": {"reason": "it cheats"}}}}
+    queued = mine.instance.create_run_for_job(job, run_config=config).run_id
+    bad, base = registry.live(), require_ref(mine.store, name, "base_policy")
+    assert bad is not None
+    new = base.model_copy(update={"digest": "1" * 64})
+    assert registry.promote(new, trainer_state_of(mine.store, base), parent=bad.policy.digest, iteration="0002")
+    before = registry.history()
+    executed = {ROOT_RUN_ID_TAG: queued, PARENT_RUN_ID_TAG: queued}
+    for _ in range(2):
+        failed = launch(mine, tags=executed, reason="it cheats")
+        (event,) = failed.get_step_failure_events()
+        assert "went live after this rollback was launched" in str(event.step_failure_data.error_display_string)
+        assert "launch it again with `to`, which is 2" in str(event.step_failure_data.error_display_string)
+        assert registry.history() == before
+        decide(mine.store, mine.experiment, "0002")  # its decision follows the promotion
+    assert launch(mine, reason="the new one cheats, too").success, "launched after the promotion"
+    assert launch(mine, tags=executed, to="1", reason="it cheats").success, "a policy that is named is meant"
+    live = registry.live()
+    assert live is not None and live.origin == 1
 
 
 def test_dagster_does_not_launch_a_rollback_again_by_itself(tiny: Experiment, tmp_path: Path) -> None:

@@ -10,7 +10,9 @@ from typing import Any
 
 import dagster as dg
 import pytest
-from pinning import commit, counting_store, decide, make_base, pin
+import yaml
+from dagster._utils.tags import TagConcurrencyLimitsCounter
+from pinning import commit, counting_store, decide, make_base, pin, sample
 
 from assets.naming import key_of
 from contracts.digests import digest_of
@@ -30,6 +32,7 @@ from triplane_dagster.training_job import NIGHT_TAG, Training, train_config, tra
 from triplane_dagster.unfinished import require_idle
 
 TINY = Path(__file__).parent / "tiny.yaml"
+PRODUCTION = Path(__file__).parents[2] / "deploy" / "dagster-production.yaml"
 NIGHT = datetime(2030, 1, 2, 2, tzinfo=UTC)
 
 
@@ -131,6 +134,21 @@ def test_with_overlap_an_iteration_is_requested_while_the_one_before_it_trains(d
     assert asked() == [] and unfinished_target(both.store, both.experiment) is None
 
 
+def test_a_deployment_runs_the_two_halves_side_by_side_and_nothing_else(tiny: Experiment) -> None:
+    limits = yaml.safe_load(PRODUCTION.read_text())["concurrency"]["runs"]["tag_concurrency_limits"]
+    jobs = definitions_for([tiny.model_copy(update={"off_policy": OffPolicyConfig(overlap=True)})])
+
+    def run(job: str) -> dg.DagsterRun:
+        return dg.DagsterRun(job_name=job, tags=jobs.resolve_job_def(job).run_tags)
+
+    def waits(job: str, running: str) -> bool:
+        return TagConcurrencyLimitsCounter(limits, [run(running)]).is_blocked(run(job))
+
+    assert not waits("tiny_sample", "tiny_learn") and not waits("tiny_learn", "tiny_sample")
+    alone = ("tiny_base", "tiny_iteration", "tiny_rollback", "tiny_train")
+    assert all(waits(job, other) for job in alone for other in alone)
+
+
 def test_a_request_is_the_same_at_every_tick_until_its_run_exists(desk: Desk) -> None:
     asked = desk.train(iterations=2)
     first, again = desk.tick(), desk.tick()
@@ -194,6 +212,29 @@ def test_no_iteration_begins_after_the_deadline(desk: Desk, monkeypatch: pytest.
     began = time.time()
     monkeypatch.setattr("triplane_dagster.sensors.time.time", lambda: began + 2 * 3600 + 60)
     assert "its time is over, 0001 and later ones were not begun" in str(desk.tick())
+    assert unfinished_target(desk.store, desk.experiment) is None
+
+
+def test_with_overlap_an_iteration_that_was_sampled_is_finished_after_the_deadline(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = desk.with_(off_policy=OffPolicyConfig(overlap=True))
+    both.train(iterations=3, max_hours=2)
+    sampling = both.tick()
+    assert isinstance(sampling, dg.RunRequest) and sampling.job_name == "tiny_sample"
+    running = both.launch(sampling, dg.DagsterRunStatus.STARTED)
+    began = time.time()
+    monkeypatch.setattr("triplane_dagster.sensors.time.time", lambda: began + 2 * 3600 + 60)
+    assert isinstance(both.tick(), str) and unfinished_target(desk.store, desk.experiment), "it waits for the run"
+    desk.instance.delete_run(running.run_id)
+    sample(desk.store, desk.experiment, "0000")
+    learning = both.tick()
+    assert isinstance(learning, dg.RunRequest), "only its second half, no further sampling"
+    assert (learning.job_name, learning.partition_key) == ("tiny_learn", "0000")
+    failed = both.launch(learning, dg.DagsterRunStatus.FAILURE)
+    assert f"its time is over, run {failed.run_id} of 0000 ended as failure" in str(both.tick()), (
+        "the next night may ask"
+    )
     assert unfinished_target(desk.store, desk.experiment) is None
 
 
@@ -354,17 +395,35 @@ def test_a_night_asks_for_what_the_experiment_says(desk: Desk) -> None:
     schedule = nightly(planned.experiment, train_job(planned.experiment))
     assert (schedule.cron_schedule, schedule.execution_timezone) == ("30 1 * * mon-fri", "Europe/Berlin")
     request = night_request(planned.instance, planned.store, planned.experiment, NIGHT)
-    assert isinstance(request, dg.RunRequest) and request.tags == {NIGHT_TAG: "2030-01-02"}
+    assert isinstance(request, dg.RunRequest) and request.tags[NIGHT_TAG] == "2030-01-02"
     asked = request.run_config["ops"]["tiny_request"]["config"]
     assert asked == {"iterations": 4, "from_policy": "live", "reason": "night of 2030-01-02", "max_hours": 5}
     job = planned.definitions.resolve_job_def(train_job_name(planned.experiment))
-    before = time.time()
     assert job.execute_in_process(
         instance=desk.instance, run_config=dict(request.run_config), tags=dict(request.tags)
     ).success
     target = unfinished_target(desk.store, desk.experiment)
     assert target is not None and (target.count, target.night) == (4, "2030-01-02")
-    assert target.deadline_unix is not None and 5 * 3600 <= target.deadline_unix - before < 5 * 3600 + 600
+    assert target.deadline_unix == NIGHT.timestamp() + 5 * 3600
+
+
+def test_the_time_that_a_request_waits_in_a_queue_counts(desk: Desk) -> None:
+    job = desk.definitions.resolve_job_def(train_job_name(desk.experiment))
+    config = train_config(desk.experiment, Training(iterations=1, max_hours=2))
+    queued = desk.instance.create_run_for_job(job, run_config=config.to_config_dict())
+    record = desk.instance.get_run_record_by_id(queued.run_id)
+    assert record is not None
+    executed = {"dagster/root_run_id": queued.run_id, "dagster/parent_run_id": queued.run_id}
+    assert job.execute_in_process(instance=desk.instance, run_config=config, tags=executed).success
+    target = unfinished_target(desk.store, desk.experiment)
+    assert target is not None and target.deadline_unix == record.create_timestamp.timestamp() + 2 * 3600
+
+
+def test_a_night_whose_time_is_over_is_skipped(desk: Desk) -> None:
+    planned = desk.with_(schedule=ScheduleConfig(max_hours=5))
+    answer = night_request(planned.instance, planned.store, planned.experiment, datetime(2020, 1, 2, 2, tzinfo=UTC))
+    assert isinstance(answer, dg.SkipReason)
+    assert answer.skip_message == "the night of 2020-01-02T02:00:00+00:00 is over (schedule.max_hours=5)"
 
 
 def test_a_night_is_skipped_while_anything_is_under_way_and_after_a_refusal(desk: Desk) -> None:

@@ -7,26 +7,29 @@ from pathlib import Path
 from typing import Any
 
 import dagster as dg
+import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from report_world import World, write_world
 
-from contracts.artifacts import Artifact
+from contracts.artifacts import Artifact, ArtifactWriter, open_artifact
 from contracts.chat import ChatTokenizer
+from contracts.digests import digest_of
 from contracts.episodes import TokenRole
 from contracts.store import open_store
 from inference.rollouts.straggler_bias import SolveRates
+from ops.pod_tags import EXPERIMENT_LABEL
 from ops.report.build import commit_report, compose
 from ops.report.facts import histogram
 from ops.report.history import earlier_rows, row_of
 from ops.report.page import read_data
 from ops.report.sources import find_sources
-from ops.report.timings import earlier_speeds
+from ops.report.timings import RUNS, earlier_speeds, iteration_seconds
 from ops.report.tokens import Vocabulary
 from ops.rollout_numbers import sampling_speed
 from resources.errors import NotMaterialized
-from resources.refs import write_ref
+from resources.refs import read_artifact, write_ref
 from tests.cli.cli_history import EXPERIMENT, byte_tokenizer
 
 
@@ -145,6 +148,39 @@ def test_a_report_is_found_again_and_chains(world: World) -> None:
     assert [row] == once.json("summary.json")["rows"]
 
 
+def test_the_row_of_an_iteration_that_was_made_again_is_the_new_one(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    write_world(store)
+
+    def report(iteration: str, **changes: Any) -> None:
+        sources = find_sources(store, EXPERIMENT, iteration)
+        made = commit_report(replace(sources, artifacts=sources.artifacts | changes), rows(iteration), {})
+        write_ref(store, EXPERIMENT, "report", iteration, made.ref)
+
+    def rows(iteration: str) -> list[dict[str, Any]]:
+        return earlier_rows(store, EXPERIMENT, iteration)
+
+    report("0000")
+    report("0001")
+    before = rows("0002")
+    sources = find_sources(store, EXPERIMENT, "0000")
+    rewards = open_artifact(store, sources.artifacts["rewards"].ref)
+    table = rewards.table("rewards.parquet")
+    column = table.schema.get_field_index("reward")
+    table = table.set_column(column, table.schema.field("reward"), pa.array([0.125] * len(table), pa.float32()))
+    with ArtifactWriter(store, "rewards", digest_of("regraded"), parents={}, config={}, code_version="1") as out:
+        out.add_table("rewards.parquet", table)
+        regraded = out.commit(meta=rewards.meta)
+    report("0000", rewards=regraded)
+    after = rows("0002")
+    assert [row["train"]["reward"] for row in after] == [0.125, before[1]["train"]["reward"]] and len(before) == 2
+    report("0001")
+    chained = read_artifact(store, EXPERIMENT, "report", "0001")
+    assert chained is not None and chained.json("summary.json")["rows"] == after == rows("0002")
+    report("0000")
+    assert rows("0002") == before, "the first one again, as after a mark is lifted"
+
+
 def test_sampling_speed_is_that_of_the_page_of_the_rollouts_and_is_kept_for_later_reports(
     world: World, tmp_path: Path
 ) -> None:
@@ -161,6 +197,26 @@ def test_sampling_speed_is_that_of_the_page_of_the_rollouts_and_is_kept_for_late
     write_ref(store, EXPERIMENT, "report", "0000", report.ref)
     assert earlier_speeds(store, EXPERIMENT, "0001") == {"0000": 700.5}
     assert earlier_speeds(store, EXPERIMENT, "0000") == {}
+
+
+def test_seconds_are_found_among_many_runs_of_other_experiments(tmp_path: Path) -> None:
+    @dg.op(name=f"{EXPERIMENT}__rewards")
+    def rewards() -> None:
+        pass
+
+    @dg.job
+    def ours() -> None:
+        rewards()
+
+    with dg.DagsterInstance.ephemeral(str(tmp_path)) as instance:
+        ours.execute_in_process(instance=instance, tags={"dagster/partition": "0003", EXPERIMENT_LABEL: EXPERIMENT})
+        ours.execute_in_process(instance=instance, tags={"dagster/partition": "0003"})  # as from an asset's page
+        for _ in range(RUNS):
+            instance.create_run_for_job(ours, tags={"dagster/partition": "0003", EXPERIMENT_LABEL: "another"})
+        found = iteration_seconds(instance, EXPERIMENT, "0003")
+        one = [instance.get_run_step_stats(run.run_id) for run in instance.get_runs()]
+    each = [stats.end_time - stats.start_time for run in one for stats in run if stats.end_time and stats.start_time]
+    assert len(each) == 2 and found == {"rewards": pytest.approx(sum(each))}
 
 
 def test_seconds_change_no_digest(world: World, tmp_path: Path) -> None:

@@ -63,6 +63,27 @@ def file_of(name: str) -> Path:
     raise ConfigError(f"no experiment {name!r} in {folder}{unread}: choose one of {known or '(none)'}")
 
 
+def file_in_store(store: Store, name: str) -> Path:
+    """As `file_of`; if `store` has an experiment of this name, its file and never one that is only called like it.
+
+    Raises ConfigError also if the experiment's file was given another name inside.
+    """
+    from resources.experiment import load_experiment
+    from resources.refs import experiments_in
+    from triplane_dagster.experiment_files import experiments_folder, load_folder
+
+    path = file_of(name)
+    if name not in experiments_in(store) or (called := load_experiment(path).name) == name:
+        return path
+    for each, experiment in load_folder(experiments_folder()).files.items():
+        if experiment.name == name:
+            return each
+    raise ConfigError(
+        f"{path} is called {called}, and {store.url} has an experiment {name}, of which there is no file: restore its"
+        f" name, or write {called} if that one is meant"
+    )
+
+
 @app.command("list")
 def list_experiments(as_json: AsJson = False) -> None:
     """List the experiments."""

@@ -9,7 +9,7 @@ import typer
 
 from contracts.errors import ConfigError
 from contracts.store import open_store
-from triplane_dagster.cli.experiments import file_of
+from triplane_dagster.cli.experiments import file_in_store
 from triplane_dagster.cli.options import AsJson, Overrides
 from triplane_dagster.cli.output import print_json, print_rows
 
@@ -49,7 +49,7 @@ def fork(
     if not experiment or iteration_number(key) is None:
         raise ConfigError(f"{source!r} names no iteration: write EXPERIMENT/KEY, such as quickstart/0003")
     store = open_store()
-    planned = plan_fork(store, file_of(experiment), key, name, overrides or [], replay)
+    planned = plan_fork(store, file_in_store(store, experiment), key, name, overrides or [], replay)
     steps = [dataclasses.asdict(step) for step in plan_of(planned.experiment, store)]
     if not dry_run:
         planned.write()
@@ -58,6 +58,11 @@ def fork(
         return
     rows = [{each: step[each] for each in ("step", "partition", "state", "where")} for step in steps]
     print_rows(rows, as_json=False, title=f"{name}: the first iteration of the fork (found: shared with {source})")
+    if planned.shared_engine is not None:
+        typer.echo(
+            f"it samples at the engine of its source, {planned.shared_engine}, which serves one policy at a time: do"
+            " not run both at once, or set engine.base_url"
+        )
     typer.echo(
         f"{planned.path} {'would be written' if dry_run else 'is written'}; then: triplane iterate -e {name} -n 1"
     )

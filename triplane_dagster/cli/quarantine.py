@@ -13,7 +13,7 @@ from rich.text import Text
 
 from contracts.errors import ConfigError, StoreError
 from contracts.store import Store, open_store
-from triplane_dagster.cli.experiments import find_experiment
+from triplane_dagster.cli.experiments import file_in_store, find_experiment
 from triplane_dagster.cli.interrupts import stoppable
 from triplane_dagster.cli.options import AsJson
 from triplane_dagster.cli.output import console, print_json, print_rows
@@ -82,7 +82,7 @@ def quarantine(
         triplane quarantine --lift 3
     """
     store = open_store()
-    load = _loader(experiment)
+    load = _loader(store, experiment)
     if (list_marks or lift is not None) and any((episode, task, image, tool, reward_rule)):
         raise ConfigError("--list and --lift ask no question: leave the other options out")
     if list_marks:
@@ -116,7 +116,9 @@ def _quarantine(
         if as_json:
             print_json(answer)
         return
-    plans = _plans(store, reach, load) if retrain else []
+    plans, faults = _plans(store, reach, load) if retrain else ([], [])
+    for fault in faults:
+        typer.echo(f"warning: {fault}", err=True)
     if not as_json:
         for wanted, plan in plans:
             _show_plan(wanted, plan)
@@ -154,7 +156,9 @@ def _carry_out(
     rows = []
     with Bars() as bars, quiet_dagster(), open_instance() as instance:
         rebuilt = work.rebuild(store, reach.iterations, load, instance, bars)
-        for wanted, plan in _plans(store, reach, load) if retrain else []:
+        plans, faults = _plans(store, reach, load) if retrain else ([], [])
+        rebuilt.faults.extend(faults)
+        for wanted, plan in plans:
             if needs_rebuild(store, wanted, plan.iteration):
                 rebuilt.faults.append(f"{wanted.name} was not trained again: iteration {plan.iteration} has no dataset")
                 continue
@@ -177,16 +181,29 @@ def _carry_out(
     return rebuilt, rows
 
 
-def _plans(store: Store, reach: Reach, load: Callable[[str], Experiment]) -> list[tuple[Experiment, Retraining]]:
-    """How to replace each tainted live policy that this question or an earlier mark concerns."""
+def _plans(
+    store: Store, reach: Reach, load: Callable[[str], Experiment]
+) -> tuple[list[tuple[Experiment, Retraining]], list[str]]:
+    """How to replace each tainted live policy that this question or an earlier mark concerns, and a line for each
+    experiment that has no usable file.
+    """
     from ops.quarantine.question import reach_of_marks
     from ops.quarantine.retrain import plan_retraining
     from resources.quarantine import Quarantine
 
     tainted = reach.checkpoints.keys() | reach_of_marks(store, Quarantine(store).marks()).checkpoints.keys()
     names = sorted({row["experiment"] for row in reach.live} | {name for name, _ in reach.iterations})
-    found = [(wanted, plan_retraining(store, wanted, tainted)) for wanted in map(load, names)]
-    return [(wanted, plan) for wanted, plan in found if plan is not None]
+    found, faults = [], []
+    for name in names:
+        try:
+            wanted = load(name)
+        except ConfigError as error:
+            faults.append(f"{name} is not trained again: {error}")
+            continue
+        plan = plan_retraining(store, wanted, tainted)
+        if plan is not None:
+            found.append((wanted, plan))
+    return found, faults
 
 
 def _lift(store: Store, number: int, reason: str, load: Callable[[str], Experiment], *, as_json: bool) -> None:
@@ -208,10 +225,14 @@ def _lift(store: Store, number: int, reason: str, load: Callable[[str], Experime
     _fail(rebuilt, f"mark {number} is lifted")
 
 
-def _loader(file: str) -> Callable[[str], Experiment]:
-    """Finds experiments by name. file: of one that is not in experiments/."""
+def _loader(store: Store, file: str) -> Callable[[str], Experiment]:
+    """Finds experiments of the store by name. file: of one that is not in experiments/."""
     own = find_experiment(file) if file else None
-    return lambda name: own if own is not None and own.name == name else find_experiment(name)
+
+    def load(name: str) -> Experiment:
+        return own if own is not None and own.name == name else find_experiment(str(file_in_store(store, name)))
+
+    return load
 
 
 def _fail(rebuilt: Rebuilding, stands: str) -> None:

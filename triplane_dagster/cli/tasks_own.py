@@ -50,7 +50,7 @@ def import_tasks(
 
         triplane tasks import my-tasks/
 
-        triplane tasks import instances.jsonl --repos clones/ --split train=0.8 --split gate=0.2
+        triplane tasks import instances.jsonl --repos clones/ --split train=0.8 --split gate=0.1 --split held_out=0.1
     """
     from curation.tasks.importing.splits import parse_shares
     from curation.tasks.importing.suite import import_suite, read_source, suite_report

@@ -8,7 +8,7 @@ import typer
 
 from contracts.errors import ConfigError
 from contracts.store import open_store
-from triplane_dagster.cli.experiments import find_experiment
+from triplane_dagster.cli.experiments import file_in_store
 from triplane_dagster.cli.quiet import quiet_dagster
 
 
@@ -26,11 +26,13 @@ def unpin(
     name, _, key = iteration.rpartition("/")
     if not name or not key:
         raise ConfigError(f"{iteration!r} names no iteration: write EXPERIMENT/KEY, such as quickstart/0006")
-    experiment, store = find_experiment(name), open_store()
     from ops.unpin import unpin as take_back
+    from resources.experiment import load_experiment
     from triplane_dagster.run import open_instance
     from triplane_dagster.unfinished import require_idle
 
+    store = open_store()
+    experiment = load_experiment(file_in_store(store, name))
     with quiet_dagster(), open_instance() as instance:
         require_idle(instance, experiment)
         removed = take_back(store, experiment, key)
