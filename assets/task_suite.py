@@ -7,6 +7,7 @@ import dagster as dg
 from assets.naming import check, declared, define
 from contracts.artifacts import Artifact
 from ops.graph import TASK_SUITE
+from ops.health import checked
 from ops.readings import empty_splits
 from ops.results import Materialized, markdown_table, numbers, result, table_facts
 from ops.step import begin
@@ -43,7 +44,8 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
         suite = make_suite(begin(context, experiment, spec, store.open(), progress), sandboxes)
         table = suite.table("tasks.parquet", columns=["task_id", "family", "split", "instruction"])
         splits = suite.meta["splits"]
-        passed = not empty_splits(experiment, splits)
+        empty = empty_splits(experiment, splits)
+        why = f"No task is in {' and '.join(empty)}." if empty else "Every split that is used has tasks."
         stride = max(1, table.num_rows // 12)
         metadata = {
             "samples": markdown_table(table.to_pylist()[::stride][:12]),
@@ -51,9 +53,7 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
             **numbers({f"tasks {split}": count for split, count in splits.items()}),
             **_yields(suite),
         }
-        return result(
-            suite, metadata, [dg.AssetCheckResult(check_name=CHECK, passed=passed, metadata={"splits": splits})]
-        )
+        return result(suite, metadata, [checked(CHECK, not empty, why, splits=splits)])
 
     return task_suite
 
