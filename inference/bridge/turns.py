@@ -138,6 +138,11 @@ class Running:
         """Stop sampling. The caller decides what the turn ends as."""
         self.task.cancel()
 
+    @property
+    def _is_stopped(self) -> bool:
+        """Whether `stop` or a time limit cancels this turn: libraries raise CancelledError for reasons of their own."""
+        return self.task.cancelling() > 0
+
     def fail(self, error: BridgeError) -> None:
         """Let all readers raise an error after the tokens that there are."""
         for reader in self.readers:
@@ -172,9 +177,16 @@ class Running:
             self._over(self)
         except BridgeError as error:  # the turn can go on later
             self._fail(self, error)
+        except asyncio.CancelledError as error:
+            if self._is_stopped:
+                raise
+            self._environment_failed(error)
         except Exception as error:  # noqa: BLE001 (told to the client, and logged)
-            _log.exception("episode %s: its environment failed", self.episode.identity)
-            self._fail(self, BridgeError(f"the environment of episode {self.episode.identity} failed: {error!r}"))
+            self._environment_failed(error)
+
+    def _environment_failed(self, error: BaseException) -> None:
+        _log.error("episode %s: its environment failed", self.episode.identity, exc_info=error)
+        self._fail(self, BridgeError(f"the environment of episode {self.episode.identity} failed: {error!r}"))
 
     async def _sampled(self, turn_s: float) -> None:
         """Sample to the end. Raises BridgeError of the journal: the tokens were not kept."""
@@ -200,6 +212,10 @@ class Running:
             return pb.STALE
         except RequestTooLong:
             return pb.CONTEXT
+        except asyncio.CancelledError as error:
+            if self._is_stopped:
+                raise
+            return self._engine_lost(error)
         except Exception as error:  # noqa: BLE001 (told to the client as ENGINE_LOST, and logged)
             return self._engine_lost(error)
 
@@ -239,7 +255,7 @@ class Running:
     def _last_token(self) -> int:
         return int.from_bytes(memoryview(self.episode.ids)[-TOKEN_BYTES:], "little", signed=True)
 
-    def _engine_lost(self, error: Exception) -> int:
+    def _engine_lost(self, error: BaseException) -> int:
         known = isinstance(error, TriplaneError)
         _log.error(
             "episode %s: the engine is lost: %s", self.episode.identity, error, exc_info=None if known else error
