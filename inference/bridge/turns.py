@@ -25,7 +25,7 @@ from contracts.supports import encode_supports
 from inference.bridge.episode import TOKEN_BYTES, Episode, Turn
 from inference.bridge.errors import BridgeError, EpisodeExpired
 from inference.engines.base import Engine, Piece, SamplingParams
-from inference.errors import EngineError, RequestTooLong, StaleVersion
+from inference.errors import EngineError, EngineStopped, RequestTooLong, StaleVersion
 
 Part = tuple[str, bytes, bytes, bytes]
 """Version, ids and logprobs of consecutive tokens, and where the episode is restricted `Episode.drawn` of them."""
@@ -126,8 +126,6 @@ class Running:
         self.readers: set[Subscription] = set()
         self.begun, self.answered = time.monotonic(), False
         """When it was begun here, on the monotonic clock; whether it has a token since."""
-        self.lost = False
-        """Whether the engine ended the completion because it was closed."""
         self._engine, self._context = engine, context_tokens
         self._add, self._end, self._act, self._over, self._fail = add, end, act, over, fail
         self._losses = 0 if act is None else HOSTED_LOSSES
@@ -194,7 +192,7 @@ class Running:
             async with asyncio.timeout(turn_s or None):
                 finish = await self._attempt()
                 losses = 0
-                while finish == pb.ENGINE_LOST and not self.lost and losses < self._losses:
+                while finish == pb.ENGINE_LOST and losses < self._losses:
                     losses += 1
                     await asyncio.sleep(backoff_s(losses, FIRST_PAUSE_S))
                     finish = await self._attempt()
@@ -245,8 +243,7 @@ class Running:
             return pb.STOP
         if reason == "length":
             return self._length()
-        self.lost = True
-        return pb.ENGINE_LOST
+        return self._engine_lost(EngineStopped(f"it ended the completion with {reason!r}"))
 
     def _length(self) -> int:
         sampling = self.turn.sampling or self.episode.sampling
