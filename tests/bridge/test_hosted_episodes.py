@@ -24,6 +24,7 @@ from inference.bridge.turns import HOSTED_LOSSES
 from inference.engines.base import Piece, SamplingParams, empty_piece
 from inference.engines.builtin import BuiltinEngine
 from inference.errors import EngineStopped
+from inference.rollouts import workspace
 from ops.bridge_hosting import open_hosting
 from resources.experiment import load_experiment
 from tests.bridge.bridge_harness import KEY, Client, builtin_bridge, ids, new_id, refused
@@ -312,6 +313,26 @@ async def test_calls_whose_answers_are_not_kept_any_more_are_not_sent_again(
             assert turn.reply is not None and turn.reply.outcome == Outcome.INFRA_ERROR
             assert "not sent again" in turn.reply.failure and turn.reply.reward is None
     await nothing_left(envd)
+
+
+@looped
+async def test_episode_whose_sandbox_ends_while_the_bridge_is_away_has_no_reward(
+    envd: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (acting, workspace):
+        monkeypatch.setattr(module, "LIFETIME_MARGIN_S", 0.0)
+    options: Any = {"config": settings(episode_timeout_s=8.0), "journal": tmp_path / "j"}
+    async with connect(tmp_path) as client:
+        async with hosted_bridge(script(), envd, tmp_path, **options):
+            episode = await client.start_task(TASK, seed=1)
+            await episode.step()
+            assert not episode.done
+        await nothing_left(envd)
+        async with hosted_bridge(script(), envd, tmp_path, **options):
+            turn = await episode.step()
+            assert turn.finish == Finish.DEADLINE and turn.reply is not None
+            assert turn.reply.outcome == Outcome.INFRA_ERROR and turn.reply.reward is None
+            assert "its sandbox has ended with its lifetime" in turn.reply.failure
 
 
 class LossyScript(StreamedScript):
