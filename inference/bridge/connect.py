@@ -1,8 +1,8 @@
 """One Connect stream: commands about any number of episodes in, their answers out, in one task each.
 
-    commands --read--> sessions: answers in order --.
-                       starts: when the engine says --+--> events, one at a time, as fast as the client reads
-                       readers of turns: woken ------'
+    commands --read--> sessions: answers in order ------.
+                       starts: when the engine replies -+--> events, one at a time, as fast as the client reads
+                       readers of turns: woken ---------'
 
 Answers wait in a queue of limited length, beyond which no command is read. Turns wait in no queue: what a slow client
 has not read yet is taken from the episode, in one piece, when its turn comes. A start may wait for the engine, e.g.
