@@ -224,7 +224,9 @@ def bridge(
     ] = None,
     listen: bridge_options.Listen = None,
     store: Annotated[str | None, typer.Option(help="Store with the checkpoints (default: $TRIPLANE_STORE).")] = None,
-    version: Annotated[str | None, typer.Option(help="Policy version of the tokens (default: digest or name).")] = None,
+    version: Annotated[
+        str | None, typer.Option(help="Policy version of the tokens (default: digest or name, or the server's).")
+    ] = None,
     journal: bridge_options.JournalFolder = None,
     max_episodes: Annotated[int, typer.Option(min=1, help="Open episodes at most, of all keys.")] = 10_000,
     lease: bridge_options.Lease = 600.0,
@@ -265,7 +267,8 @@ def bridge(
         else OpenAIConfig(base_url=engine_url, model=engine_model)
     )
     bounds = Bounds(max_episodes, lease)
-    options = Options(listening, bounds, journal, drain, engine, named, metrics=metrics)
+    pinned = engine_url is None or version is not None
+    options = Options(listening, bounds, journal, drain, engine, pinned, named, metrics=metrics)
     run(directory, version or found, options)
 
 

@@ -1,10 +1,12 @@
 """One Connect stream: commands about any number of episodes in, their answers out, in one task each.
 
-    commands --read--> sessions: answers in order --.
-                       readers of turns: woken ------+--> events, one at a time, as fast as the client reads
+    commands --read--> sessions: answers in order ------.
+                       starts: when the engine replies -+--> events, one at a time, as fast as the client reads
+                       readers of turns: woken ---------'
 
 Answers wait in a queue of limited length, beyond which no command is read. Turns wait in no queue: what a slow client
-has not read yet is taken from the episode, in one piece, when its turn comes.
+has not read yet is taken from the episode, in one piece, when its turn comes. A start may wait for the engine, e.g.
+while it loads a policy: commands about other episodes do not wait for it, those about its own do.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 from contracts.errors import TriplaneError
@@ -36,6 +39,10 @@ class Connection:
         """Turns with something to take, each once."""
         self._readers: dict[Subscription, int] = {}
         """Turns in flight, with the ids of their commands."""
+        self._starting: dict[str, asyncio.Task[None]] = {}
+        """By episode: its start, or the last command about it that waits for the start."""
+        self._waiting = 0
+        """Starts, and commands that wait for one."""
         self._wake, self._room = asyncio.Event(), asyncio.Event()
         self._reading = asyncio.create_task(self._read())
 
@@ -86,21 +93,51 @@ class Connection:
         self._sessions.leave(reader)
 
     async def _read(self) -> None:
-        command: pb.Command | None
         try:
-            async for command in self._commands:
-                while len(self._answers) >= MAX_ANSWERS:
-                    self._room.clear()
-                    await self._room.wait()
-                try:
-                    check_read(command)
-                    await self._obey(command)
-                except TriplaneError as error:
-                    self._answer(iter((self._failed(0 if command is None else command.id, error),)))
+            async with asyncio.TaskGroup() as starts:
+                async for command in self._commands:
+                    while len(self._answers) >= MAX_ANSWERS or self._waiting >= self._sessions.bounds.credits:
+                        self._room.clear()
+                        await self._room.wait()
+                    name = _episode_of(command)
+                    if name in self._starting or (command is not None and command.HasField("start")):
+                        self._waiting += 1
+                        waiting = self._in_order(command, name, self._starting.get(name))
+                        self._starting[name] = starts.create_task(waiting)
+                    else:
+                        with self._answering(command):
+                            check_read(command)
+                            self._obey(command)
         finally:
             self._wake.set()
 
-    async def _obey(self, command: pb.Command) -> None:
+    async def _in_order(self, command: pb.Command, name: str, before: asyncio.Task[None] | None) -> None:
+        """Obey a command after another one about the same episode, whose name this is."""
+        try:
+            if before is not None:
+                await asyncio.wait([before])
+            with self._answering(command):
+                if command.HasField("start"):
+                    state = await self._sessions.start(self._owner, command.start)
+                    self._answer(iter((pb.Event(id=command.id, state=state),)))
+                else:
+                    self._obey(command)
+        finally:
+            self._waiting -= 1
+            if self._starting[name] is asyncio.current_task():
+                del self._starting[name]
+            self._room.set()
+
+    @contextmanager
+    def _answering(self, command: pb.Command | None) -> Iterator[None]:
+        """Answer a command that fails."""
+        try:
+            yield
+        except TriplaneError as error:
+            self._answer(iter((self._failed(0 if command is None else command.id, error),)))
+
+    def _obey(self, command: pb.Command) -> None:
+        """Execute a command that is no start."""
         sessions, owner, identity = self._sessions, self._owner, command.id
         kind = command.WhichOneof("what")
         if kind == "step":
@@ -110,8 +147,6 @@ class Connection:
                 )
             reader = sessions.step(owner, command.step, partial(self._woken, identity))
             self._readers[reader] = identity
-        elif kind == "start":
-            self._answer(iter((pb.Event(id=identity, state=await sessions.start(owner, command.start)),)))
         elif kind == "end":
             episode = sessions.end(owner, command.end)
             self._answer(pb.Event(id=identity, chunk=chunk) for chunk in record.chunks(episode))
@@ -119,7 +154,7 @@ class Connection:
             state = sessions.cancel(owner, command.cancel.episode_id, command.cancel.step)
             self._answer(iter((pb.Event(id=identity, state=state),)))
         elif kind == "renew":
-            lost = sessions.renew(owner, command.renew.episode_ids)
+            lost = sessions.renew(owner, [each for each in command.renew.episode_ids if each not in self._starting])
             self._answer(iter((pb.Event(id=identity, renewed=pb.RenewReply(lost=lost)),)))
         else:
             raise BadMessage("the command says nothing: set start, step, end, cancel or renew")
@@ -136,3 +171,9 @@ class Connection:
         code, _ = code_of(error).value
         self._sessions.counts.refused[type(error).__name__] += 1
         return pb.Event(id=identity, failure=pb.Failure(code=code, error=type(error).__name__, message=words_of(error)))
+
+
+def _episode_of(command: pb.Command | None) -> str:
+    """Id of the episode that a command is about; empty: of none, or of several."""
+    kind = None if command is None else command.WhichOneof("what")
+    return str(getattr(command, kind).episode_id) if kind in ("start", "step", "end", "cancel") else ""

@@ -63,7 +63,7 @@ class Journal:
     """Kind of a frame whose payload is frames that replace all earlier ones of its handle."""
 
     def __init__(self, directory: Path, segment_bytes: int = SEGMENT_BYTES) -> None:
-        """Raises JournalError if the directory can't be used, or another process uses it."""
+        """Raises JournalError if the directory can't be used, has a foreign file, or another process uses it."""
         self._directory, self._segment_bytes = directory, segment_bytes
         try:
             directory.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -75,7 +75,12 @@ class Journal:
         except BlockingIOError:
             os.close(self._lock)
             raise JournalError(f"another bridge uses the journal {directory}: name another --journal") from None
-        self._segments = sorted(int(path.stem) for path in directory.glob("*.journal"))
+        files = sorted(directory.glob("*.journal"))
+        foreign = next((path.name for path in files if not path.stem.isdecimal()), None)
+        if foreign is not None:
+            os.close(self._lock)
+            raise JournalError(f"{directory} has {foreign}, which is no part of a journal: name another --journal")
+        self._segments = sorted(int(path.stem) for path in files)
         self._first: dict[int, int] = {}
         """Handle -> segment with its oldest frame that counts."""
         self._held: dict[int, int] = {}

@@ -39,6 +39,7 @@ from inference.bridge.service import BridgeService
 from inference.bridge.sessions import Bounds, Sessions
 from inference.engines import BuiltinConfig, EngineConfig, open_engine
 from inference.engines.base import Engine, watch
+from inference.errors import StaleVersion
 
 DRAIN_S = 30.0
 """Default of `--drain`."""
@@ -71,6 +72,8 @@ class Options:
     drain_s: float = DRAIN_S
     """Longest drain after SIGTERM, in seconds."""
     engine: EngineConfig = field(default_factory=BuiltinConfig)
+    pinned: bool = True
+    """Whether the engine must serve the bridge's version at its start; False: what a Triplane server serves."""
     policies: PolicyFile | None = None
     """Names the policies to serve after the first one."""
     hosting: Callable[[], contextlib.AbstractAsyncContextManager[Hosting]] | None = None
@@ -168,11 +171,16 @@ def limits_of(directory: Path) -> Limits:
 
 async def _serve(directory: Path, version: str, limits: Limits, options: Options) -> None:
     signals = _Signals()
-    engine = open_engine(options.engine, directory, version)
+    engine = open_engine(options.engine, directory, version, pinned=options.pinned)
     try:
         async with serving(engine, limits, options) as bridge:
             kept = f", {bridge.sessions.open} episodes from the journal" if bridge.sessions.open else ""
-            print(f"policy {await engine.version()} at {bridge.address}{kept}", flush=True)
+            served = await engine.version()
+            if options.pinned and options.policies is None and served != version:
+                raise StaleVersion(
+                    f"the engine serves policy {served}, not {version}: load that, or name the other one"
+                )
+            print(f"policy {served} at {bridge.address}{kept}", flush=True)
             # a failed server may serve again, so engines that use one go on
             await _wait(signals, engine if isinstance(options.engine, BuiltinConfig) else None)
             await _drain(bridge.sessions, options.drain_s, signals)

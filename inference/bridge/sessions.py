@@ -361,7 +361,7 @@ class Sessions:
         running.wake_readers()
 
     def _end(self, running: Running, finish: int) -> None:
-        if running.lost and self._closing:
+        if finish == pb.ENGINE_LOST and self._closing:
             return
         self._episodes.log(Kind.FINISH, running.episode, bytes([finish]))
         running.turn.finish = finish

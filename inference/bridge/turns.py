@@ -25,7 +25,7 @@ from contracts.supports import encode_supports
 from inference.bridge.episode import TOKEN_BYTES, Episode, Turn
 from inference.bridge.errors import BridgeError, EpisodeExpired
 from inference.engines.base import Engine, Piece, SamplingParams
-from inference.errors import EngineError, RequestTooLong, StaleVersion
+from inference.errors import EngineError, EngineStopped, RequestTooLong, StaleVersion
 
 Part = tuple[str, bytes, bytes, bytes]
 """Version, ids and logprobs of consecutive tokens, and where the episode is restricted `Episode.drawn` of them."""
@@ -126,8 +126,6 @@ class Running:
         self.readers: set[Subscription] = set()
         self.begun, self.answered = time.monotonic(), False
         """When it was begun here, on the monotonic clock; whether it has a token since."""
-        self.lost = False
-        """Whether the engine ended the completion because it was closed."""
         self._engine, self._context = engine, context_tokens
         self._add, self._end, self._act, self._over, self._fail = add, end, act, over, fail
         self._losses = 0 if act is None else HOSTED_LOSSES
@@ -137,6 +135,11 @@ class Running:
     def stop(self) -> None:
         """Stop sampling. The caller decides what the turn ends as."""
         self.task.cancel()
+
+    @property
+    def _is_stopped(self) -> bool:
+        """Whether `stop` or a time limit cancels this turn: libraries raise CancelledError for reasons of their own."""
+        return self.task.cancelling() > 0
 
     def fail(self, error: BridgeError) -> None:
         """Let all readers raise an error after the tokens that there are."""
@@ -172,9 +175,16 @@ class Running:
             self._over(self)
         except BridgeError as error:  # the turn can go on later
             self._fail(self, error)
+        except asyncio.CancelledError as error:
+            if self._is_stopped:
+                raise
+            self._environment_failed(error)
         except Exception as error:  # noqa: BLE001 (told to the client, and logged)
-            _log.exception("episode %s: its environment failed", self.episode.identity)
-            self._fail(self, BridgeError(f"the environment of episode {self.episode.identity} failed: {error!r}"))
+            self._environment_failed(error)
+
+    def _environment_failed(self, error: BaseException) -> None:
+        _log.error("episode %s: its environment failed", self.episode.identity, exc_info=error)
+        self._fail(self, BridgeError(f"the environment of episode {self.episode.identity} failed: {error!r}"))
 
     async def _sampled(self, turn_s: float) -> None:
         """Sample to the end. Raises BridgeError of the journal: the tokens were not kept."""
@@ -182,7 +192,7 @@ class Running:
             async with asyncio.timeout(turn_s or None):
                 finish = await self._attempt()
                 losses = 0
-                while finish == pb.ENGINE_LOST and not self.lost and losses < self._losses:
+                while finish == pb.ENGINE_LOST and losses < self._losses:
                     losses += 1
                     await asyncio.sleep(backoff_s(losses, FIRST_PAUSE_S))
                     finish = await self._attempt()
@@ -200,6 +210,10 @@ class Running:
             return pb.STALE
         except RequestTooLong:
             return pb.CONTEXT
+        except asyncio.CancelledError as error:
+            if self._is_stopped:
+                raise
+            return self._engine_lost(error)
         except Exception as error:  # noqa: BLE001 (told to the client as ENGINE_LOST, and logged)
             return self._engine_lost(error)
 
@@ -229,8 +243,7 @@ class Running:
             return pb.STOP
         if reason == "length":
             return self._length()
-        self.lost = True
-        return pb.ENGINE_LOST
+        return self._engine_lost(EngineStopped(f"it ended the completion with {reason!r}"))
 
     def _length(self) -> int:
         sampling = self.turn.sampling or self.episode.sampling
@@ -239,7 +252,7 @@ class Running:
     def _last_token(self) -> int:
         return int.from_bytes(memoryview(self.episode.ids)[-TOKEN_BYTES:], "little", signed=True)
 
-    def _engine_lost(self, error: Exception) -> int:
+    def _engine_lost(self, error: BaseException) -> int:
         known = isinstance(error, TriplaneError)
         _log.error(
             "episode %s: the engine is lost: %s", self.episode.identity, error, exc_info=None if known else error

@@ -57,7 +57,7 @@ __all__ = [
 @overload
 def open_engine(spec: BuiltinConfig, directory: Path, version: str) -> BuiltinEngine: ...
 @overload
-def open_engine(spec: OpenAIConfig, directory: Path, version: str) -> OpenAIEngine: ...
+def open_engine(spec: OpenAIConfig, directory: Path, version: str, *, pinned: bool = True) -> OpenAIEngine: ...
 @overload
 def open_engine(spec: SglangConfig, directory: Path, version: str) -> SglangEngine: ...
 @overload
@@ -69,12 +69,17 @@ def open_engine(
     spec: VllmConfig, directory: Path, version: str, keeper: VllmKeeper | None = None
 ) -> VllmEngine | FleetEngine: ...
 @overload
-def open_engine(spec: EngineConfig, directory: Path, version: str, keeper: VllmKeeper | None = None) -> Engine: ...
-def open_engine(spec: EngineConfig, directory: Path, version: str, keeper: VllmKeeper | None = None) -> Engine:
+def open_engine(
+    spec: EngineConfig, directory: Path, version: str, keeper: VllmKeeper | None = None, *, pinned: bool = True
+) -> Engine: ...
+def open_engine(
+    spec: EngineConfig, directory: Path, version: str, keeper: VllmKeeper | None = None, *, pinned: bool = True
+) -> Engine:
     """Engine for the checkpoint in `directory`, with the policy version `version`.
 
     A server must already serve that version, or get it by `load_weights`; other versions are refused. vLLM,
     SGLang and TensorRT-LLM load it on the first call. keeper: keeper of the vLLM server to use, which stays running.
+    pinned: False accepts any version of a Triplane server (`kind: openai`).
     """
     if isinstance(spec, CustomConfig):
         return spec.load()(spec.options, directory, version)
@@ -103,6 +108,7 @@ def open_engine(spec: EngineConfig, directory: Path, version: str, keeper: VllmK
             spec.model,
             version=version,
             directory=directory,
+            pinned=pinned,
             connections=spec.connections,
             timeout_s=spec.timeout_s,
             retries=spec.retries,

@@ -26,20 +26,27 @@ class KvCache:
     def __init__(self, shape: Architecture, slots: int = 16, length: int = 64) -> None:
         self._shape = shape
         self.slots, self.length = slots, length
-        self.keys, self.values = self._allocate()
+        self.keys, self.values = self._allocate(slots, length)
 
     def reserve(self, slots: int, length: int) -> None:
-        """Make room for `slots` sequences of up to `length` tokens, keeping the cached ones."""
+        """Make room for `slots` sequences of up to `length` tokens, keeping the cached ones. Raises MemoryError; the
+        cache then stays as it is.
+        """
         if slots <= self.slots and length <= self.length:
             return
         old_slots, old_length, old = self.slots, self.length, (self.keys, self.values)
-        while self.slots < slots:
-            self.slots *= 2
-        while self.length < length:
-            self.length *= 2
-        self.keys, self.values = self._allocate()
-        for target, source in zip((self.keys, self.values), old, strict=True):
+        new_slots, new_length = old_slots, old_length
+        while new_slots < slots:
+            new_slots *= 2
+        while new_length < length:
+            new_length *= 2
+        try:
+            new = self._allocate(new_slots, new_length)
+        except RuntimeError as error:  # torch's allocator
+            raise MemoryError(f"no memory for {new_slots} sequences of {new_length} tokens") from error
+        for target, source in zip(new, old, strict=True):
             target[:, :old_slots, :, :old_length] = source
+        self.slots, self.length, (self.keys, self.values) = new_slots, new_length, new
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` positions of slot `source` into slot `target`."""
@@ -56,9 +63,9 @@ class KvCache:
         self.keys[:, slot, :, : keys.shape[2]] = keys
         self.values[:, slot, :, : values.shape[2]] = values
 
-    def _allocate(self) -> tuple[Tensor, Tensor]:
+    def _allocate(self, slots: int, length: int) -> tuple[Tensor, Tensor]:
         shape = self._shape
-        size = (shape.layers, self.slots, shape.kv_heads, self.length)
+        size = (shape.layers, slots, shape.kv_heads, length)
         keys = torch.zeros(*size, shape.head_dim)
         values = torch.zeros(*size, shape.head_dim + LANES)
         values[..., shape.head_dim] = 1.0

@@ -43,6 +43,7 @@ class OpenAIEngine:
         *,
         version: str | None = None,
         directory: Path | None = None,
+        pinned: bool = True,
         connections: int = CONNECTIONS,
         timeout_s: float = TIMEOUT_S,
         retries: int = RETRIES,
@@ -50,9 +51,11 @@ class OpenAIEngine:
         """version: required version; Triplane's server refuses others (StaleVersion).
 
         None accepts any version. directory: the checkpoint of that version. vLLM has no versions: it must show that it
-        was started on this directory (else StaleVersion); its tokens then get `version`.
+        was started on this directory (else StaleVersion); its tokens then get `version`. pinned: False accepts any
+        version of Triplane's server, whose tokens have the version that it names.
         """
         self._base, self._model, self._version = base_url.rstrip("/"), model, version
+        self._pinned = pinned
         self._directory = directory
         self._own: bool | None = None
         self._client = JsonClient(self._base, connections=connections, timeout_s=timeout_s, retries=retries)
@@ -93,7 +96,7 @@ class OpenAIEngine:
             "return_token_ids": True,
         }
         if await self._is_ours():
-            body["policy_version"] = self._version
+            body["policy_version"] = self._required
         else:
             body |= {"seed": mixed_seed(params.seed, len(prompt_ids)), "top_k": -1}
         return body
@@ -101,7 +104,7 @@ class OpenAIEngine:
     async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> list[float]:
         """See Engine.score. vLLM supports temperature 1 only."""
         if await self._is_ours():
-            body = {"token_ids": list(token_ids), "temperature": temperature, "policy_version": self._version}
+            body = {"token_ids": list(token_ids), "temperature": temperature, "policy_version": self._required}
             return list((await self._client.call("POST", "/score", body))["logprobs"])
         if temperature != 1.0:
             raise EngineError(f"{self._base} scores at temperature 1 only, not {temperature}")
@@ -135,6 +138,11 @@ class OpenAIEngine:
     async def close(self) -> None:
         """See Engine.close. The server keeps running."""
         await self._client.close()
+
+    @property
+    def _required(self) -> str | None:
+        """Version that Triplane's server must serve; None: any."""
+        return self._version if self._pinned else None
 
     async def _is_ours(self) -> bool:
         if self._own is None:

@@ -4,7 +4,8 @@
     slots:             [0, decoding)  [decoding, decoding + prefilling)
 
 A step admits waiting requests (as one group, of one kind), computes one chunk of the group, then the next token of
-every decoding sequence, and those after it that were guessed right (`drafts`) or that its grammar forces.
+every decoding sequence, and those after it that were guessed right (`drafts`) or that its grammar forces. Memory is
+reserved as sequences grow, not for what they may become.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import Tensor
 from contracts.supports import Mask
 from inference.engines.base import FinishReason, Piece
 from inference.engines.drafts import Drafts
-from inference.engines.guessing import Guesser
+from inference.engines.guessing import LONGEST, Guesser
 from inference.engines.kv import ROW, KvCache
 from inference.engines.model import Batch, Rotary, forward, logits_of, make_batch
 from inference.engines.prefix_cache import Prefix, PrefixStore
@@ -36,6 +37,8 @@ PREFILL_TOKENS = 2048
 """New tokens at which a group admits no further request; limits a step's memory and latency."""
 CHUNK = 512
 """Maximum new tokens of one sequence in a step."""
+STEP_TOKENS = LONGEST + 2
+"""Most tokens that one step adds to a sequence: one after its prompt, then one with guesses."""
 LOGIT_ROWS = 256
 """Rows of logits computed at once for scoring."""
 
@@ -93,6 +96,7 @@ class Scheduler:
         self._drop_cancelled()
         if self.waiting and not self._prefilling and self._decoding < self._max_batch:
             self._admit()
+        self._make_room()
         if self._prefilling:
             self._prefill()
         if self._decoding:
@@ -176,9 +180,11 @@ class Scheduler:
         if generates:
             limit = min(count + request.params.max_tokens, self.weights.architecture.max_positions)
         prefix = self._prefixes.longest(request.tokens, routed=routing) if generates else None
-        self._cache.reserve(slot + 1, limit + 1)
-        stops = len(request.params.stop_token_ids)
-        self._table.reserve(self._cache.slots, self._cache.length, stops, routing=routing)
+        try:
+            self._reserve(slot + 1, count, len(request.params.stop_token_ids), routing=routing)
+        except MemoryError as error:
+            self._deliver(request, _too_large(count, error))
+            return 0
         if prefix is not None:
             self._cache.copy_in(slot, prefix.entry)
         self._table.add(request, limit, prefix, request.params.seed & SEED_MASK)
@@ -187,6 +193,26 @@ class Scheduler:
         self._prefilling += 1
         self.streamed += request.streams
         return count - int(self._table.cached[slot])
+
+    def _reserve(self, slots: int, length: int, stops: int = 0, *, routing: bool = False) -> None:
+        """Make room for `slots` sequences of `length` tokens. Raises MemoryError."""
+        self._cache.reserve(slots, length)
+        self._table.reserve(self._cache.slots, self._cache.length, stops, routing=routing)
+
+    def _make_room(self) -> None:
+        """Make room for the tokens of a step. The longest sequences end with an error if there is no memory."""
+        table = self._table
+        while table.requests:
+            slots = slice(0, len(table.requests))
+            needed = np.minimum(table.length[slots] + STEP_TOKENS, table.limit[slots])
+            slot = int(needed.argmax())
+            if needed[slot] <= self._cache.length:
+                return
+            try:
+                self._reserve(len(table.requests), int(needed[slot]))
+            except MemoryError as error:
+                self._deliver(table.requests[slot], _too_large(int(table.length[slot]), error))
+                self._remove(slot)
 
     def _forward(self, batch: Batch) -> tuple[Tensor, list[Tensor]]:
         """Hidden states of the batch, and its routing by layer if a request of it wants that."""
@@ -398,3 +424,7 @@ class Scheduler:
         if source != target:
             self._cache.move(source, target, int(self._table.cached[source]))
             self._table.move(source, target)
+
+
+def _too_large(length: int, error: MemoryError) -> EngineError:
+    return EngineError(f"a sequence of {length} tokens can't grow: {error}; lower max_tokens, or engine.max_batch")

@@ -13,8 +13,8 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -112,8 +112,6 @@ class TrtllmEngine(StreamsWhole):
     async def close(self) -> None:
         """See Engine.close. Ends the servers that were started here."""
         self._closed = True
-        for task in self._retiring:
-            task.cancel()
         await asyncio.gather(*self._retiring, return_exceptions=True)
         server, self._server = self._server, None
         if server is not None:
@@ -187,10 +185,10 @@ class TrtllmEngine(StreamsWhole):
         )
 
     async def _retire(self, server: _Server) -> None:
-        """End a server after its requests, or after `drain_s` seconds."""
+        """End a server after its requests, or after `drain_s` seconds, or with the engine."""
         until = time.monotonic() + self._config.drain_s
         try:
-            while server.in_flight and server.alive and time.monotonic() < until:
+            while server.in_flight and server.alive and not self._closed and time.monotonic() < until:
                 await asyncio.sleep(_POLL_S)
         finally:
             await server.stop()
@@ -215,6 +213,7 @@ class _Server:
         self.in_flight = 0
         self.doubted = False
         """Whether a request failed since it last answered."""
+        self._stopped = False
         self._config, self._child = config, child
         options = [
             ("grpc.max_receive_message_length", _MESSAGE_BYTES),
@@ -234,9 +233,10 @@ class _Server:
         return self._child.last_words() if self._child is not None else "it was not started here"
 
     async def answers(self) -> bool:
-        """Whether it says that it is well."""
+        """Whether it says that it is well. Raises EngineUnreachable once it is stopped."""
         try:
-            found = await self._stub.HealthCheck(pb2.HealthCheckRequest(), timeout=HEALTH_S)
+            with self._until_stopped():
+                found = await self._stub.HealthCheck(pb2.HealthCheckRequest(), timeout=HEALTH_S)
             return bool(found.status == "OK")
         except grpc.aio.AioRpcError:
             return False
@@ -261,13 +261,16 @@ class _Server:
         self.version, self.doubted = prepared.version, False
 
     async def generate(self, request: pb2.GenerateRequest) -> pb2.GenerateComplete:
-        """The whole answer of a request. Canceling this cancels it at the server."""
+        """The whole answer of a request. Canceling this cancels it at the server. Raises EngineUnreachable if the
+        server is stopped meanwhile.
+        """
         async with self._room:
             for attempt in range(self._config.retries + 1):
                 try:
-                    async for response in self._stub.Generate(request, timeout=self._config.timeout_s):
-                        if response.HasField("complete"):
-                            return response.complete
+                    with self._until_stopped():
+                        async for response in self._stub.Generate(request, timeout=self._config.timeout_s):
+                            if response.HasField("complete"):
+                                return response.complete
                     raise EngineStopped(f"{self.address} ended a request without an answer")
                 except grpc.aio.AioRpcError as error:
                     lost = error.code() == grpc.StatusCode.UNAVAILABLE
@@ -310,6 +313,7 @@ class _Server:
 
     async def stop(self) -> None:
         """Close the connection, and end the process if it was started here. Idempotent."""
+        self._stopped = True
         await self._channel.close()
         if self._child is not None:
             await asyncio.to_thread(self._child.stop)
@@ -328,9 +332,26 @@ class _Server:
 
     async def _call(self, call: Any, request: Any) -> Any:
         try:
-            return await call(request, timeout=self._config.timeout_s)
+            with self._until_stopped():
+                return await call(request, timeout=self._config.timeout_s)
         except grpc.aio.AioRpcError as error:
             raise self._error(error) from error
+
+    @contextmanager
+    def _until_stopped(self) -> Iterator[None]:
+        """Raise EngineUnreachable for a call that `stop` ends, or that comes after it.
+
+        gRPC raises CancelledError in calls whose channel is closed, as if their task had been cancelled.
+        """
+        try:
+            yield
+        except (asyncio.CancelledError, grpc.aio.UsageError):
+            task = asyncio.current_task()
+            if not self._stopped or (task is not None and task.cancelling()):
+                raise
+            raise EngineUnreachable(
+                f"TensorRT-LLM at {self.address} was stopped before it answered: ask again"
+            ) from None
 
     def _error(self, error: grpc.aio.AioRpcError) -> EngineError:
         kind = _CODES.get(error.code(), EngineStopped)

@@ -16,12 +16,16 @@ import pytest
 
 from contracts.pb import bridge_pb2 as pb
 from inference.bridge.registry import Bounds
+from inference.bridge.serve import limits_of
 from inference.engines.base import SamplingParams
+from inference.engines.builtin import BuiltinEngine
+from inference.engines.delegating import DelegatingEngine
 from tests.bridge.bridge_harness import (
     KEY,
     PROMPT,
     Client,
     Turned,
+    bridged,
     builtin_bridge,
     held_bridge,
     ids,
@@ -178,6 +182,50 @@ def test_stream_sees_the_episodes_of_its_key_only(policy: Path, tmp_path: Path) 
                 async with refused("UNAUTHENTICATED", "AccessDenied"):
                     async for _ in Client(channel).stub.Connect():
                         pass
+
+    asyncio.run(run())
+
+
+class LoadingEngine(DelegatingEngine):
+    """The built-in engine, whose version is not told while it loads a policy."""
+
+    def __init__(self, inner: BuiltinEngine) -> None:
+        super().__init__(inner)
+        self.loaded, self.asked = asyncio.Event(), asyncio.Event()
+        self.loaded.set()
+
+    async def version(self) -> str:
+        self.asked.set()
+        await self.loaded.wait()
+        return await super().version()
+
+
+def test_commands_do_not_wait_for_the_start_of_another_episode(policy: Path, tmp_path: Path) -> None:
+    async def run() -> None:
+        engine = LoadingEngine(BuiltinEngine(policy, "v1", threads=1))
+        async with bridged(engine, limits_of(policy), tmp_path) as (client, _), connected(client) as stream:
+            old, new = new_id(), new_id()
+            await stream.ask(start=start_request(old))
+            engine.loaded.clear()
+            engine.asked.clear()
+            start = await stream.send(start=start_request(new))
+            step = await stream.send(step=pb.StepRequest(episode_id=new, step=1))
+            again = await stream.send(start=start_request(new))
+            await engine.asked.wait()
+            async with asyncio.timeout(20):
+                renewed = await stream.ask(renew=pb.RenewRequest(episode_ids=[old, new]))
+                assert not renewed.renewed.lost
+                assert (await stream.step(old, 1)).finish == pb.LENGTH
+                assert (await stream.ask()).failure.error == "BadMessage"
+            assert not any(stream.events[each].qsize() for each in (start, step, again))
+            await stream.call.done_writing()
+            engine.loaded.set()
+            assert (await stream.events[start].get()).state.steps == 0
+            assert (await stream.turn(step)).finish == pb.LENGTH
+            assert (await stream.events[again].get()).state.steps == 1
+            assert stream.reading is not None
+            await asyncio.wait_for(stream.reading, 10)
+        await engine.close()
 
     asyncio.run(run())
 

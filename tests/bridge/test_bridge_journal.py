@@ -82,6 +82,14 @@ def test_journal_of_another_format_is_refused(tmp_path: Path) -> None:
         read(tmp_path)
 
 
+def test_folder_with_another_programs_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "notes.journal").write_text("groceries")
+    with pytest.raises(JournalError, match=r"has notes\.journal, which is no part of a journal: name another"):
+        Journal(tmp_path)
+    (tmp_path / "notes.journal").unlink()
+    Journal(tmp_path).close()
+
+
 def test_second_process_is_refused(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     with pytest.raises(JournalError, match="another bridge uses the journal"):

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
+import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -31,6 +32,7 @@ from tests.bridge.bridge_harness import (
     Turned,
     builtin_bridge,
     held_bridge,
+    ids,
     new_id,
     process,
     refused,
@@ -244,6 +246,36 @@ def test_bridge_of_an_engine_server_gives_the_same_tokens(policy: Path, tmp_path
                         await Client(channel).start(start_request(new_id()))
 
             asyncio.run(lost())
+
+
+def test_bridge_of_an_engine_server_samples_what_that_server_serves(policy: Path, tmp_path: Path) -> None:
+    second, listen = (
+        write_checkpoint(tmp_path / "second", 1, max_position_embeddings=4096),
+        f"unix:{tmp_path / 'b.sock'}",
+    )
+
+    async def run(address: str, url: str) -> None:
+        async with grpc.aio.insecure_channel(address) as channel, httpx.AsyncClient(timeout=60) as http:
+            client, name = Client(channel), new_id()
+            assert (await client.start(start_request(name))).version == "v1"
+            assert (await client.step(name, 1)).spans == [("v1", 0, 24)]
+            answer = await http.post(f"{url}/load_weights", json={"directory": str(second), "version": "v2"})
+            answer.raise_for_status()
+            assert list((await client.stub.Info(pb.InfoRequest())).versions) == ["v2"]
+            assert (await client.step(name, 2, [9])).finish == pb.STALE
+            name = new_id()
+            await client.start(start_request(name))
+            turned = await client.step(name, 1)
+            assert turned.spans == [("v2", 0, 24)] and turned.tokens == (await sampled(second, PROMPT, 24))[0]
+            score = await client.stub.Score(pb.ScoreRequest(ids=ids(PROMPT)))
+            assert score.version == "v2"
+
+    with process(policy, "127.0.0.1:0", "--version", "v1", command="serve") as (_, url):
+        with process(policy, listen, "--engine-url", url) as (_, address):
+            asyncio.run(run(address, url))
+        with pytest.raises(AssertionError, match="the engine serves policy v2, not v1"):
+            with process(policy, listen, "--engine-url", url, "--version", "v1"):
+                pass
 
 
 def test_port_makes_and_prints_a_key(policy: Path, tmp_path: Path) -> None:

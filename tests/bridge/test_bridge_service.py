@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import io
 import json
 import math
 import time
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +21,16 @@ import pytest
 from contracts.episodes import EPISODES, SEQUENCES, Outcome, TokenRole, read_episodes
 from contracts.pb import bridge_pb2 as pb
 from inference.bridge.registry import Bounds
-from inference.engines.base import SamplingParams
+from inference.bridge.serve import limits_of
+from inference.engines.base import Piece, SamplingParams
 from inference.engines.builtin import BuiltinEngine
+from inference.engines.delegating import DelegatingEngine
 from tests.bridge.bridge_harness import (
     KEY,
     PROMPT,
     Client,
     Turned,
+    bridged,
     builtin_bridge,
     held_bridge,
     ids,
@@ -435,6 +440,29 @@ def test_dead_engine_ends_turns_as_lost_and_their_tokens_stay(policy: Path, tmp_
             second = await client.step(episode, 2, [3])
             assert (second.finish, second.tokens) == (pb.ENGINE_LOST, [])
             assert (await client.state(episode)).phase == "open"
+
+    asyncio.run(run())
+
+
+class CancelledEngine(DelegatingEngine):
+    """Its streams raise CancelledError after their first piece, as calls of a closed gRPC channel do."""
+
+    async def stream(self, prompt_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Piece]:
+        async with contextlib.aclosing(self.inner.stream(prompt_ids, params)) as pieces:
+            yield await anext(pieces)
+            raise asyncio.CancelledError
+
+
+def test_turn_whose_engine_raises_cancelled_error_ends_as_lost(long_policies: list[Path], tmp_path: Path) -> None:
+    async def run() -> None:
+        engine = CancelledEngine(BuiltinEngine(long_policies[0], "v1", threads=1))
+        async with bridged(engine, limits_of(long_policies[0]), tmp_path) as (client, bridge):
+            episode = new_id()
+            await client.start(start_request(episode, sampling=pb.Sampling(max_tokens=2000, seed=7)))
+            async with asyncio.timeout(20):
+                turned = await client.step(episode, 1)
+            assert turned.finish == pb.ENGINE_LOST and turned.tokens and not bridge.sessions.running
+        await engine.close()
 
     asyncio.run(run())
 

@@ -21,9 +21,10 @@ from inference.bridge.journal import Journal
 from inference.bridge.registry import Bounds
 from inference.bridge.serve import limits_of
 from inference.bridge.turns import HOSTED_LOSSES
-from inference.engines.base import Piece, SamplingParams
+from inference.engines.base import Piece, SamplingParams, empty_piece
 from inference.engines.builtin import BuiltinEngine
 from inference.errors import EngineStopped
+from inference.rollouts import workspace
 from ops.bridge_hosting import open_hosting
 from resources.experiment import load_experiment
 from tests.bridge.bridge_harness import KEY, Client, builtin_bridge, ids, new_id, refused
@@ -314,27 +315,52 @@ async def test_calls_whose_answers_are_not_kept_any_more_are_not_sent_again(
     await nothing_left(envd)
 
 
-class LossyScript(StreamedScript):
-    """Is lost after two more tokens, `losses` times."""
+@looped
+async def test_episode_whose_sandbox_ends_while_the_bridge_is_away_has_no_reward(
+    envd: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (acting, workspace):
+        monkeypatch.setattr(module, "LIFETIME_MARGIN_S", 0.0)
+    options: Any = {"config": settings(episode_timeout_s=8.0), "journal": tmp_path / "j"}
+    async with connect(tmp_path) as client:
+        async with hosted_bridge(script(), envd, tmp_path, **options):
+            episode = await client.start_task(TASK, seed=1)
+            await episode.step()
+            assert not episode.done
+        await nothing_left(envd)
+        async with hosted_bridge(script(), envd, tmp_path, **options):
+            turn = await episode.step()
+            assert turn.finish == Finish.DEADLINE and turn.reply is not None
+            assert turn.reply.outcome == Outcome.INFRA_ERROR and turn.reply.reward is None
+            assert "its sandbox has ended with its lifetime" in turn.reply.failure
 
-    losses = 0
+
+class LossyScript(StreamedScript):
+    """Is lost after two more tokens, `losses` times: by an error, or by an abort as of a server that updates."""
+
+    losses, aborts = 0, False
 
     async def stream(self, prompt_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Piece]:
         given = 0
         async for piece in super().stream(prompt_ids, params):
             if given == 2 and self.losses:
                 self.losses -= 1
+                if self.aborts:
+                    yield empty_piece("abort")
+                    return
                 raise EngineStopped("lost")
             given += 1
             yield piece
 
 
+@pytest.mark.parametrize("aborts", [False, True])
 @looped
 async def test_turns_go_on_after_their_engine_was_lost(
-    envd: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    envd: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, aborts: bool
 ) -> None:
     monkeypatch.setattr("inference.bridge.turns.FIRST_PAUSE_S", 0.01)
     engine = LossyScript(byte_tokenizer(), SCRIPTS["marks"])
+    engine.aborts = aborts
     async with hosted_bridge(engine, envd, tmp_path), connect(tmp_path) as client:
         episode = await client.start_task(TASK, seed=1)
         while not episode.done:

@@ -11,6 +11,7 @@ import torch
 
 from inference.engines.base import Completion, SamplingParams
 from inference.engines.builtin import BuiltinEngine
+from inference.engines.kv import KvCache
 from inference.errors import EngineError, EngineStopped, OtherArchitecture, RequestTooLong
 from tests.inference.conftest import break_engine
 
@@ -172,6 +173,40 @@ async def test_a_context_that_fills_up_ends_with_length_and_a_full_prompt_is_ref
         await engine.generate([1] * 256, SamplingParams(1.0, 1, seed=9))
     with pytest.raises(EngineError, match="tokenizer"):
         await engine.generate([96], SamplingParams(1.0, 1, seed=9))
+    await engine.close()
+
+
+async def test_memory_is_reserved_for_tokens_that_are_sampled(write_policy: Callable[..., Path]) -> None:
+    engine = BuiltinEngine(write_policy("long", max_position_embeddings=1 << 20), "v1", threads=1)
+    stops = tuple(range(48))
+    short = await engine.generate([1, 2, 3], SamplingParams(1.0, 1 << 40, 7, stops))
+    assert (short.finish_reason, engine._scheduler._cache.length) == ("stop", 64)
+    long = await engine.generate([1, 2, 3], SamplingParams(1.0, 300, 7))
+    assert (len(long.token_ids), engine._scheduler._cache.length) == (300, 512)
+    await engine.close()
+
+
+async def test_a_sequence_without_memory_ends_and_the_others_go_on(
+    write_policy: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = BuiltinEngine(write_policy("long", max_position_embeddings=1 << 20), "v1", threads=1)
+    others = calls(6, 1, longest=30)
+    expected, allocate = await alone(engine, others), KvCache._allocate
+
+    def allocated(cache: KvCache, slots: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if length > 256:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return allocate(cache, slots, length)
+
+    monkeypatch.setattr(KvCache, "_allocate", allocated)
+    with pytest.raises(EngineError, match=r"a sequence of 2\d\d tokens can't grow: no memory for 16 sequences of 512"):
+        await engine.generate([1, 2, 3], SamplingParams(1.0, 1 << 31, 7))
+    endless = asyncio.create_task(engine.generate([4, 5], SamplingParams(1.0, 1 << 31, 7)))
+    assert await answers(engine, others) == expected
+    for request in (endless, engine.generate([1] * 300, SamplingParams(1.0, 4, 7)), engine.score([1] * 300)):
+        with pytest.raises(EngineError, match="no memory"):
+            await request
+    assert await answers(engine, others) == expected
     await engine.close()
 
 

@@ -6,11 +6,15 @@ import asyncio
 import os
 import signal
 import sys
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
 
+import grpc
 import psutil
 import pytest
+from smg_grpc_proto.generated import trtllm_service_pb2 as pb2
+from smg_grpc_proto.generated import trtllm_service_pb2_grpc as services
 
 from inference.engines import SamplingParams, TrtllmConfig, open_engine
 from inference.engines.builtin import BuiltinEngine
@@ -88,6 +92,50 @@ async def test_what_it_can_not_do_is_said(folders: tuple[Path, Path]) -> None:
     assert (whole.finish_reason, len(whole.token_ids)) == ("length", 6)
     with pytest.raises(RequestTooLong, match="256 tokens to score"):
         await engine.score([1] * 256)
+    await engine.close()
+
+
+class Held(services.TrtllmServiceServicer):  # type: ignore[misc]
+    """A server that never answers a request."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory, self.asked = directory, asyncio.Event()
+
+    async def HealthCheck(self, request: object, context: object) -> object:
+        return pb2.HealthCheckResponse(status="OK")
+
+    async def GetModelInfo(self, request: object, context: object) -> object:
+        return pb2.GetModelInfoResponse(model_id=str(self.directory), max_seq_len=256)
+
+    async def Generate(self, request: object, context: object) -> AsyncIterator[object]:
+        self.asked.set()
+        await asyncio.Event().wait()
+        yield pb2.GenerateResponse()
+
+
+async def test_closing_ends_requests_that_are_held_or_wait_for_a_connection(folders: tuple[Path, Path]) -> None:
+    held, server = Held(folders[0]), grpc.aio.server()
+    services.add_TrtllmServiceServicer_to_server(held, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    engine = opened(folders[0], address=f"127.0.0.1:{port}", probe_gigabytes=0, connections=1)
+    flying = [asyncio.create_task(engine.generate([1, 2, 3], PARAMS)) for _ in range(2)]
+    await held.asked.wait()
+    await engine.close()
+    for outcome in await asyncio.gather(*flying, return_exceptions=True):
+        assert isinstance(outcome, EngineUnreachable) and "stopped before it answered: ask again" in str(outcome)
+    await server.stop(None)
+
+
+@pytest.mark.slow
+async def test_a_request_in_flight_after_the_drain_is_told_to_ask_again(folders: tuple[Path, Path]) -> None:
+    engine = opened(folders[0], env={"HOLD_S": "60"}, drain_s=0.2, probe_gigabytes=0)
+    await engine.version()
+    flying = asyncio.create_task(engine.generate([1, 2, 3], PARAMS))
+    await asyncio.sleep(0)  # it begins
+    await engine.load_weights(folders[1], SECOND)
+    with pytest.raises(EngineUnreachable, match="stopped before it answered"):
+        await flying
     await engine.close()
 
 

@@ -210,14 +210,17 @@ class Acting:
 
     async def _final_state(self, episode: Episode, hosted: Hosted, environment: EpisodeEnvironment) -> bytes:
         """Bytes of the final state. Raises InfraFault."""
-        place = hosted.place
-        if self.seconds_left(hosted) < -LIFETIME_MARGIN_S:
-            return b""  # the sandbox has ended with its lifetime
+        place, late = hosted.place, self.seconds_left(hosted) < -LIFETIME_MARGIN_S
         if place.held:
             workspace = await self._ready(episode, hosted, environment.task)
         else:
             workspace = self.hosting.workspaces.open(environment.task)
-        state = await environment.final_state(workspace, "final" if place.held else None)
+        try:
+            state = await environment.final_state(workspace, "final" if place.held else None)
+        except SandboxBroken as fault:
+            if not late:
+                raise
+            raise InfraFault(f"its sandbox has ended with its lifetime, before it was asked for: {fault}") from fault
         failpoint("hosted-taken")
         return state
 
