@@ -13,6 +13,8 @@ from trainer.errors import RanksLost
 from trainer.ranks import Ranks
 
 _FIRST_POLL_S = 0.02
+_TOLD_S = 2 * POLL_S
+"""Longest that a rank that failed waits for the others to hear of it, in seconds."""
 _BUSY, _DONE, _FAILED = "busy", "done", "failed: "
 
 
@@ -31,7 +33,8 @@ def together(ranks: Ranks) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        reports.end(f"{_FAILED}{error}")  # not awaited: the other ranks may be gone, and this one is asked to stop
+        reports.end(f"{_FAILED}{error}")
+        reports.join(_TOLD_S)  # torch aborts a process that ends in an exchange; the other ranks may be gone, though
         raise
     reports.end(_DONE)
     reports.join()

@@ -25,6 +25,7 @@ from trainer_world import World, make_world
 from contracts.artifacts import ArtifactRef, find_artifact, list_artifacts
 from contracts.digests import digest_of
 from contracts.failpoints import KILL_VARIABLE
+from contracts.filecache import CACHE_FOLDER
 from contracts.upkeep import check_store, find_garbage, remove_garbage
 from tests.ports import free_port
 from trainer.config import SNAPSHOT, RlJob, SftJob
@@ -121,7 +122,9 @@ class Machines:
     def left(self) -> list[str]:
         """Files that no process needs any more, but copies of what is in the store."""
         return sorted(
-            str(path.relative_to(self.folder)) for path in self.folder.rglob("cache/tmp/*") if path.name != "tmp"
+            str(path.relative_to(self.folder))
+            for path in self.folder.rglob(f"cache/{CACHE_FOLDER}/tmp/*")
+            if path.name != "tmp"
         )
 
 

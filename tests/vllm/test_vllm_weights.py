@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from contracts.filecache import CACHE_FOLDER
 from inference.engines.probes import make_probes
 from inference.engines.vllm_plain import is_quantized_checkpoint, plain_checkpoint
 from inference.engines.vllm_side.triplane_vllm.checkpoint import Checkpoint
@@ -37,7 +38,7 @@ def test_a_plain_copy_is_the_dequantized_checkpoint_and_made_once(policies: tupl
     assert json.loads((copy / "config.json").read_text())["dtype"] == "float32"
     assert plain_checkpoint(policies[0], "c" * 64) == copy
     assert (copy / "model.safetensors").stat().st_mtime_ns == made
-    assert not list((cache / "tmp").iterdir())
+    assert not list((cache / CACHE_FOLDER / "tmp").iterdir())
     (copy / "model.safetensors").unlink()
     assert (plain_checkpoint(policies[0], "c" * 64) / "model.safetensors").is_file(), "what was swept is made again"
 
