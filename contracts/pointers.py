@@ -91,7 +91,7 @@ def pointer_folders(store: Store, folder: str) -> list[str]:
 
 
 def changed_pointers(store: Store, folder: str) -> dict[str, PointerEntry]:
-    """Current values, by name, of the pointers directly below `folder` that have had several. One listing."""
+    """Current entries, by name, of the pointers directly below `folder` that have changed. Lists the store once."""
     prefix, latest = f"pointers/{folder}/", {}
     for key in store.list(prefix):
         latest[key.removeprefix(prefix).partition("/")[0]] = key

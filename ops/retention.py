@@ -92,7 +92,7 @@ def _needed_by(store: Store, experiment: str, keep_last: int) -> Iterator[str]:
 
 
 def _dataset_of(snapshot: Artifact) -> str | None:
-    """Digest of the dataset that a training was interrupted on; None for a warm start."""
+    """Digest of the dataset of the interrupted training; None for a warm start."""
     found: str | None = snapshot.manifest.config.get("inputs", {}).get("dataset")
     return found
 

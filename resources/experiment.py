@@ -323,10 +323,10 @@ class Experiment(Section):
         reason = engine.mismatch(self.trainer.precision.forward)
         if reason is not None:
             raise ValueError(f"{name}.kind {engine.kind} can't serve trainer.precision: {reason}")
-        if self.trainer.lora is not None and getattr(engine, "weights", "auto") == "fp8":
+        if self.trainer.lora is not None and not engine.serves_adapters:
             raise ValueError(
                 f"trainer.lora makes adapters, which {name}.kind {engine.kind} serves merged into float32 weights only:"
-                f" set {name}.weights to dequantized"
+                f" set {name}.weights to dequantized, in replicas too"
             )
         for restriction in sorted(self.rollouts.restrictions - engine.restrictions):
             raise ValueError(

@@ -37,7 +37,7 @@ def read_ref(store: Store, experiment: str, asset: str, partition: str | None = 
 
 
 def changed_refs(store: Store, experiment: str, asset: str) -> dict[str, ArtifactRef]:
-    """References to the latest artifact of an asset in each partition in which it has had several."""
+    """References to the current artifact of an asset, for each partition whose artifact has changed."""
     entries = changed_pointers(store, f"{_FOLDER}/{experiment}/{asset}")
     return {partition: ArtifactRef.model_validate(entry.value) for partition, entry in entries.items()}
 

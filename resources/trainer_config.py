@@ -80,7 +80,7 @@ _FORMER_ALGORITHM = "{kind: grpo, advantage: group_mean, aggregation: token, cli
 
 
 class ExperimentWatch(WatchConfig):
-    """Where the metrics of trainings go, beside their checkpoints and the asset pages."""
+    """Further destinations of training metrics, which checkpoints and asset pages always have."""
 
     folder: str | None = Field(default=None, min_length=1)
     """Folder of their files, on the machine or pod that trains: FOLDER/EXPERIMENT/base, and one for each iteration."""
@@ -105,7 +105,7 @@ class TrainerConfig(RlConfig):
     launcher: LauncherConfig = LauncherConfig()
     """Where training runs."""
     watch: ExperimentWatch = ExperimentWatch()
-    """Where metrics go, too. Not part of any key."""
+    """Further destinations of metrics. Not part of any key."""
 
     @property
     def rl(self) -> RlConfig:

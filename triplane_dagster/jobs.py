@@ -101,7 +101,7 @@ def half_jobs(experiment: Experiment) -> list[UnresolvedAssetJobDefinition]:
 
 
 def launched_unix(context: dg.OpExecutionContext) -> float:
-    """When the context's run, or the one that it repeats, was launched, in seconds since 1970."""
+    """Launch time of the run, or of the run that it retries, in seconds since 1970."""
     record = context.instance.get_run_record_by_id(context.run.get_root_run_id() or context.run_id)
     return record.create_timestamp.timestamp() if record else math.inf
 

@@ -61,7 +61,7 @@ def train_config(experiment: Experiment, training: Training) -> dg.RunConfig:
 
 
 def _began_unix(context: dg.OpExecutionContext) -> float:
-    """When a night was scheduled, or a run by hand launched, in seconds since 1970: both may have waited in a queue."""
+    """Scheduled time of a night, or launch time of a manual run, in seconds since 1970; it may have been queued."""
     scheduled = context.run.tags.get(SCHEDULED_TAG)
     return datetime.fromisoformat(scheduled).timestamp() if scheduled else launched_unix(context)
 

@@ -15,7 +15,7 @@ from contracts.rpc.connecting import read_key
 from envd.server.audit import SIGNED, signature
 
 _MOST = 20
-"""Faults that are printed."""
+"""Maximum number of faults to print."""
 
 
 @dataclass

@@ -147,7 +147,7 @@ class Verifications:
         self, template: str, limits: Limits, header: dict[str, Any], hidden: Mapping[str, bytes]
     ) -> dict[str, dict[str, bytes]]:
         """Byte code of the hidden test files, and of the template's modules, by path."""
-        # also of files that do not run: in a decoy, some of the tests do not
+        # also of files that do not run: a decoy leaves tests out, and byte code must not tell it from a real run
         files = {test.split("::", 1)[0] for test in header["tests"]} | set(filter(_TEST.fullmatch, hidden))
         rewritten = files & hidden.keys() if _REWRITING not in header["ini"] else ()
         tests = {path: key_of(path, hidden[path]) for path in rewritten if path.endswith(".py")}

@@ -52,6 +52,11 @@ class _Config(BaseModel):
         """URL and port where its one server publishes cache events; None: it does not, or there is not one server."""
         return None
 
+    @property
+    def serves_adapters(self) -> bool:
+        """Whether the engine may serve a checkpoint with a LoRA adapter, which is merged into float32 weights."""
+        return getattr(self, "weights", None) != "fp8"
+
     def mismatch(self, forward: Forward) -> str | None:
         """Why this engine can't match the recipe `forward` on any device, with the fix.
 
@@ -501,6 +506,11 @@ class RoutedConfig(_Config):
     def restrictions(self) -> frozenset[str]:
         """See the base class."""
         return frozenset.intersection(*(each.restrictions for each in self.replicas))
+
+    @property
+    def serves_adapters(self) -> bool:
+        """See the base class."""
+        return all(each.serves_adapters for each in self.replicas)
 
     def mismatch(self, forward: Forward) -> str | None:
         """See the base class."""

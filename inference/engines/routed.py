@@ -76,7 +76,7 @@ class _Replica:
 
     @property
     def is_due(self) -> bool:
-        """Whether it is time to bring it to the policy again, after it was left out."""
+        """Whether it was left out, and its pause is over."""
         return self.fault is not None and not self.is_joining and self._due <= time.monotonic()
 
     @property
@@ -98,7 +98,7 @@ class _Replica:
         self.fault = None
 
     def succeeded(self) -> None:
-        """A call has succeeded. One that began before the replica was left out says nothing of it now."""
+        """Note that a call succeeded. Ignored while the replica is left out: the call began before that."""
         if self.fault is None:
             self._failures = 0
 
@@ -301,7 +301,7 @@ class RoutedEngine:
             self._leave_out(replica, fault)
 
     def _leave_out(self, replica: _Replica, fault: TriplaneError) -> None:
-        """Ask a replica no more until it is brought to the policy again. Raises EngineStopped if this is closed."""
+        """Send a replica no requests until it serves the policy again. Raises EngineStopped if this is closed."""
         if self._closed:
             raise EngineStopped("the engine is closed: open another one") from fault
         _log.warning("%s is left out for a while: %s", replica.name, fault)

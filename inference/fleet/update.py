@@ -92,7 +92,7 @@ class _Hold:
         return max(0.0, self._until - time.monotonic())
 
     async def begin(self, sessions_s: float) -> None:
-        """Drain, or drain anew: routers tell which of the two they have seen. Raises _DrainedByOthers."""
+        """Begin a drain, or replace this one by a new one, which routers report apart. Raises _DrainedByOthers."""
         self._until, token = time.monotonic() + sessions_s, uuid.uuid4().hex
         state = await self._client.drain(self._url, sessions_s, hold_s=HOLD_S, token=token, replaces=self._token)
         self._token = token

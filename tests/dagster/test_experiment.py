@@ -90,6 +90,9 @@ def test_an_engine_that_serves_no_adapters_is_refused_at_once() -> None:
     with pytest.raises(ExperimentError, match=r"set engine\.weights to dequantized"):
         load_experiment(QUICKSTART, overrides)
     load_experiment(QUICKSTART, [*overrides, "engine.weights=dequantized"])
+    routed = "engine={kind: routed, replicas: [{kind: sglang, base_url: http://a:1}]}"
+    with pytest.raises(ExperimentError, match="in replicas too"):
+        load_experiment(QUICKSTART, [overrides[0], routed])
 
 
 @pytest.mark.parametrize(

@@ -19,18 +19,19 @@ from triplane_dagster.cli.transcript import episode_json, print_episode
 from triplane_dagster.episode_export import exported, write_lines
 from triplane_dagster.episode_index import find_episode, rewards_of
 
+Iteration = Annotated[
+    str, typer.Option("--iteration", "-i", help="Iteration key such as 0003; default: the last with rollouts.")
+]
+Source = Annotated[str, typer.Option(help="Digest of a rollouts or evaluation_run artifact instead of an iteration's.")]
+
 app = typer.Typer(no_args_is_help=True, help="List episodes, or read one: transcript, tool calls, diff, verdict.")
 
 
 @app.command("list")
 def list_episodes(
     experiment: ExperimentName = "quickstart",
-    iteration: Annotated[
-        str, typer.Option("--iteration", "-i", help="Iteration key such as 0003; default: the last with rollouts.")
-    ] = "",
-    artifact: Annotated[
-        str, typer.Option(help="Digest of a rollouts or evaluation_run artifact to list instead of an iteration's.")
-    ] = "",
+    iteration: Iteration = "",
+    artifact: Source = "",
     solved: Annotated[
         bool | None, typer.Option("--solved/--unsolved", help="Only solved, or only unsolved episodes.")
     ] = None,
@@ -80,12 +81,8 @@ def show(
 @app.command()
 def export(
     experiment: ExperimentName = "quickstart",
-    iteration: Annotated[
-        str, typer.Option("--iteration", "-i", help="Iteration key such as 0003; default: the last with rollouts.")
-    ] = "",
-    artifact: Annotated[
-        str, typer.Option(help="Digest of a rollouts or evaluation_run artifact instead of an iteration's.")
-    ] = "",
+    iteration: Iteration = "",
+    artifact: Source = "",
     kept: Annotated[bool, typer.Option("--kept", help="Only episodes that the iteration's dataset kept.")] = False,
     tokens: Annotated[bool, typer.Option("--tokens", help="With token ids, roles and log-probabilities.")] = False,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="File to write; default: stdout.")] = None,

@@ -95,9 +95,9 @@ def _raised(rule: Rule, sides: Sequence[Any]) -> bool:
 
 @lru_cache(1024)
 def _matches(pattern: str, text: str) -> bool:
-    """Whether a text contains a pattern. Raises TimeoutExpired.
+    """Whether a regular expression matches anywhere in a text. Raises TimeoutExpired.
 
-    `re` can't be interrupted and blocks all threads, so another process searches for patterns that may backtrack.
+    `re` can't be interrupted and blocks all threads, so patterns that may backtrack are matched in a child process.
     """
     if not _REPEATS.search(pattern):
         return re.search(pattern, text) is not None

@@ -65,7 +65,7 @@ class TestFunction:
     line: int
     """Line of its definition or of its first decorator."""
     seconds: float
-    """Duration of all its nodes in the first run. Of a suite, only the deadline of slow tasks depends on it."""
+    """Duration of all its nodes in the first run, in seconds. In a suite, it decides only the timeout of slow tasks."""
 
 
 @dataclass(frozen=True)

@@ -46,8 +46,9 @@ VERIFY_TIMEOUT_S = 60.0
 check whose run does not end proves nothing.
 """
 SLOW_S = 3.0
-"""Seconds of a task's tests in the baseline, with coverage, from which the task has the deadline of its proof: the
-verifier's own leaves a busy machine too little room. Faster tasks have none, so that time does not change them.
+"""A task whose tests took at least this long in the baseline run, with coverage, gets VERIFY_TIMEOUT_S as its timeout,
+since the verifier's default may be too short on a busy machine. Faster tasks keep the default, so that measured times
+don't change them.
 """
 SUBSTITUTE_TIMEOUT_S = 20.0
 """Deadline of a run with a substitute of a function, in seconds."""
@@ -176,7 +177,7 @@ class Prover:
         return Proved(screened, self._with_deadline(task), cheats=cheats)
 
     def _with_deadline(self, task: Task) -> Task:
-        """The task with the deadline of its proof if its tests are slow."""
+        """The task, with VERIFY_TIMEOUT_S as its timeout if its tests are slow."""
         if sum(self._baseline.good[name].seconds for name in base_names(task.tests)) < SLOW_S:
             return task
         return dataclasses.replace(task, environment=dataclasses.replace(task.environment, timeout_s=VERIFY_TIMEOUT_S))

@@ -149,7 +149,7 @@ def environment_of(values: dict[str, Any]) -> Environment:
 
 
 def faults_of(error: ValidationError) -> str:
-    """Each wrong place with the reason, in one line."""
+    """Each invalid field with its error message, on one line."""
     return "; ".join(f"{'.'.join(map(str, each['loc'])) or 'the file'}: {each['msg']}" for each in error.errors())
 
 
