@@ -62,13 +62,13 @@ class SglangEngine(StreamsWhole):
     """See inference.engines.base.Engine. Belongs to one event loop."""
 
     def __init__(self, config: SglangConfig, files: PolicyFiles) -> None:
-        self._config, self._files, self._version = config, files, files.version
+        self._config, self._files = config, files
         self._client = JsonClient(
             config.base_url, connections=config.connections, timeout_s=config.timeout_s, retries=config.retries
         )
         self._preparer = Preparer(config)
         self._ready = False
-        """Whether the server is proven to serve `_version`."""
+        """Whether the server is proven to serve the policy of `_files`."""
         self._proven: set[str] = set()
         """Versions that the server was proven to serve: requests in flight may still have an earlier one."""
         self._own_mark = ""
@@ -132,13 +132,12 @@ class SglangEngine(StreamsWhole):
     async def load_weights(self, directory: Path, version: str) -> None:
         """See Engine.load_weights. New requests wait; those in flight end with the old weights, or with "abort"."""
         async with self._lock:
-            former = self._files
-            self._files, self._version = PolicyDirectory(directory, version), version
+            former, self._files = self._files, PolicyDirectory(directory, version)
             self._ready = False
             try:
                 await self._attach()
             except BaseException:
-                self._files, self._version = former, former.version
+                self._files = former
                 raise
 
     async def version(self) -> str:
@@ -161,7 +160,7 @@ class SglangEngine(StreamsWhole):
                 raise EngineStopped("the engine is closed: open another one")
             if not self._ready:
                 await self._attach()
-            version = self._version
+            version = self._files.version
             self._in_flight += 1
             self._idle.clear()
         try:
@@ -184,11 +183,11 @@ class SglangEngine(StreamsWhole):
                 self._client.base,
             )
         prepared = await self._preparer.prepared(self._files, self._config.weights == "dequantized")
-        if await self._settled_mark() != self._version:
+        if await self._settled_mark() != self._files.version:
             await self._load(prepared)
-        elif self._version not in self._proven:
-            await self._prove(prepared, self._version)
-        self._proven.add(self._version)
+        elif self._files.version not in self._proven:
+            await self._prove(prepared, self._files.version)
+        self._proven.add(self._files.version)
         self._ready = True
 
     async def _wait_until_ready(self) -> None:
@@ -262,7 +261,7 @@ class SglangEngine(StreamsWhole):
         until = time.monotonic() + OTHERS_S
         while True:
             mark = await self._mark()
-            others = mark.startswith(unproven(self._version)) and mark != self._own_mark
+            others = mark.startswith(unproven(self._files.version)) and mark != self._own_mark
             if not others or time.monotonic() > until:
                 return mark
             await asyncio.sleep(random.uniform(0.2, 0.6))

@@ -50,7 +50,7 @@ class TrtllmEngine(StreamsWhole):
     """See inference.engines.base.Engine. Belongs to one event loop."""
 
     def __init__(self, config: TrtllmConfig, files: PolicyFiles) -> None:
-        self._config, self._files, self._version = config, files, files.version
+        self._config, self._files = config, files
         self._preparer = Preparer(config)
         self._server: _Server | None = None
         """Server of new requests; proven."""
@@ -96,12 +96,11 @@ class TrtllmEngine(StreamsWhole):
     async def load_weights(self, directory: Path, version: str) -> None:
         """See Engine.load_weights. New requests wait; those in flight finish on the old policy's server."""
         async with self._lock:
-            former = self._files
-            self._files, self._version = PolicyDirectory(directory, version), version
+            former, self._files = self._files, PolicyDirectory(directory, version)
             try:
                 await self._attach()
             except BaseException:
-                self._files, self._version = former, former.version
+                self._files = former
                 raise
 
     async def version(self) -> str:
@@ -124,7 +123,7 @@ class TrtllmEngine(StreamsWhole):
             if self._closed:
                 raise EngineStopped("the engine is closed: open another one")
             server = self._server
-            if server is None or server.version != self._version or server.doubted:
+            if server is None or server.version != self._files.version or server.doubted:
                 server = await self._attach()
             server.in_flight += 1
         try:
@@ -138,7 +137,7 @@ class TrtllmEngine(StreamsWhole):
     async def _attach(self) -> _Server:
         """Make a server serve the policy, and new requests use it."""
         old = self._server
-        if old is not None and old.version == self._version and await old.answers():
+        if old is not None and old.version == self._files.version and await old.answers():
             old.doubted = False
             return old
         prepared = await self._preparer.prepared(self._files, self._config.weights == "dequantized")
@@ -146,7 +145,7 @@ class TrtllmEngine(StreamsWhole):
         if self._config.address is not None:
             new = old or _Server(self._config, self._config.address, None)
         else:
-            failed = old is not None and old.version == self._version
+            failed = old is not None and old.version == self._files.version
             if old is not None and failed:
                 self._count_restart(old)
             if old is not None and (failed or not self._config.overlap):

@@ -84,13 +84,13 @@ class VllmEngine:
         """preparer: shared by several engines. waits: whether a call that failed waits until the server is well again,
         or another one is started, before its error is raised.
         """
-        self._config, self._files, self._version = config, files, files.version
+        self._config, self._files = config, files
         self._preparer, self._place, self._waits = preparer or Preparer(config), place, waits
         self._keeper = keeper or VllmKeeper(config)
         self._owns_keeper = keeper is None
         self._client: JsonClient | None = None
         self._ready = False
-        """Whether the server of `_client` is proven to serve `_version`."""
+        """Whether the server of `_client` is proven to serve the policy of `_files`."""
         self._proven: set[str] = set()
         """Versions that a server has been proven to serve: requests in flight may still have an earlier one."""
         self._context = 0
@@ -161,7 +161,7 @@ class VllmEngine:
         if params.routing_from is not None:
             sampling["routed_experts_prompt_start"] = params.routing_from
         tokens = [int(token) for token in prompt_ids]
-        return client, {"token_ids": tokens, "sampling_params": sampling, "cache_salt": self._version}
+        return client, {"token_ids": tokens, "sampling_params": sampling, "cache_salt": self._files.version}
 
     async def _made(self, answer: dict[str, Any], params: SamplingParams) -> Completion:
         """The completion in an answer, its versions proven; under a grammar with what that left to draw from, which
@@ -187,7 +187,7 @@ class VllmEngine:
             raise RequestTooLong(
                 f"{len(token_ids)} tokens to score, the server's context holds {self._context}: shorten them"
             )
-        version = self._version
+        version = self._files.version
         logprobs, marks = await score(client, list(token_ids), version)
         self._check_spans(marks, {version}, 1)
         return logprobs
@@ -202,12 +202,11 @@ class VllmEngine:
     async def load(self, files: PolicyFiles) -> None:
         """Like `load_weights`, for files that are wherever `files` says."""
         async with self._lock:
-            former = self._files
-            self._files, self._version, self._ready = files, files.version, False
+            former, self._files, self._ready = self._files, files, False
             try:
                 await self._attach()
             except BaseException:
-                self._files, self._version = former, former.version
+                self._files = former
                 raise
 
     def doubt(self) -> None:
@@ -231,8 +230,8 @@ class VllmEngine:
             raise EngineUnreachable(f"{self._client.base} did not reply within {timeout_s:g} s") from None
         if found == UNMARKED:
             raise EngineStopped(f"{self._client.base} was restarted")
-        if found != self._version:
-            raise StaleVersion(f"{self._client.base} serves {found[:24]}, not policy {self._version[:12]}")
+        if found != self._files.version:
+            raise StaleVersion(f"{self._client.base} serves {found[:24]}, not policy {self._files.version[:12]}")
 
     async def version(self) -> str:
         """See Engine.version. Attaches first, so that it returns the requested version or raises."""
@@ -313,7 +312,7 @@ class VllmEngine:
         models = await client.call("GET", "/v1/models")
         self._context, self._ready = int(models["data"][0]["max_model_len"]), True
         self._retry_at = 0.0
-        self._proven.add(self._version)
+        self._proven.add(self._files.version)
 
     async def _connect(self, address: str) -> JsonClient:
         """Client of this address: the existing one, with its requests in flight, or a new one."""
@@ -418,7 +417,7 @@ class VllmEngine:
         """
         try:
             address = self._config.base_url or self._keeper.address
-            return read_spans(f"vLLM at {address}", marks, count, self._version, known)
+            return read_spans(f"vLLM at {address}", marks, count, self._files.version, known)
         except EngineUnreachable:
             self._ready = False
             raise
