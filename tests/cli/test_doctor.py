@@ -233,6 +233,12 @@ def test_a_program_that_hangs_or_fails_is_broken_and_holds_nothing_up(
     ]
 
 
+def test_a_program_that_may_not_be_run_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "nvidia-smi").touch()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert accelerators.gpu().state == "missing"
+
+
 def test_doctor_names_versions_that_differ_from_constraints(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "constraints.txt").write_text("# comment\nnumpy==0.1\nnever-heard-of-it==1\nhttpx>0\n")
     monkeypatch.setattr(machine, "ROOT", tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -108,6 +109,8 @@ def ask(command: Sequence[str], timeout_s: float = 10.0, environment: Mapping[st
 
     Raises FileNotFoundError, or subprocess.TimeoutExpired after killing it and what it started.
     """
+    if shutil.which(command[0]) is None:  # Popen raises PermissionError where a folder of PATH can't be read
+        raise FileNotFoundError(command[0])
     child = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
