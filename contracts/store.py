@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
-from urllib.parse import unquote, urlparse
+from urllib.parse import ParseResult, unquote, urlparse
 
 from contracts.errors import ArtifactMissing, StoreError
 from contracts.failpoints import failpoint
@@ -110,7 +110,7 @@ def open_store(url: str | None = None) -> Store:
     variables; downloads are cached in $TRIPLANE_CACHE, up to $TRIPLANE_CACHE_GB). Raises StoreError.
     """
     where = url or os.environ.get("TRIPLANE_STORE") or DEFAULT_STORE
-    parsed = urlparse(where)
+    parsed = _parsed(where)
     if parsed.scheme == "s3":
         from contracts.s3store import S3Store  # needs boto3, which local stores do not
 
@@ -120,7 +120,7 @@ def open_store(url: str | None = None) -> Store:
 
 def local_folder(where: str) -> Path:
     """Directory that a store's location other than S3 names. Raises StoreError."""
-    parsed = urlparse(where)
+    parsed = _parsed(where)
     if parsed.scheme not in ("", "file"):
         raise StoreError(
             f"store {where!r} has an unknown scheme {parsed.scheme!r}: use a directory or s3://bucket/prefix"
@@ -137,7 +137,16 @@ def local_folder(where: str) -> Path:
             f"store {where!r} begins with ~, which only a shell expands: write the whole path, or ./~ for a folder of"
             " that name"
         )
+    if "\0" in path:
+        raise StoreError(f"store {where!r} has a null byte: use a directory or s3://bucket/prefix")
     return Path(path)
+
+
+def _parsed(where: str) -> ParseResult:
+    try:
+        return urlparse(where)
+    except ValueError as error:
+        raise StoreError(f"store {where!r} is no location ({error}): use a directory or s3://bucket/prefix") from None
 
 
 class LocalStore:

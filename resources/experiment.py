@@ -160,7 +160,9 @@ class DeploymentConfig(Section):
     the store's files. A server that can't be swapped is withdrawn from traffic and shown on the sampler's page.
     """
     canary: str | None = None
-    """Base URL of a server without traffic that runs a candidate's smoke episode; null: use the engine of `engine`."""
+    """Base URL of a server without traffic that runs a candidate's smoke episode; null: use the engine of
+    evaluations.
+    """
     attempts: int = Field(default=3, ge=1, le=100)
     """Attempts to swap one server."""
     timeout_s: float = Field(default=120.0, gt=0)
@@ -314,7 +316,7 @@ class Experiment(Section):
         return self
 
     def _require_useful(self, name: str, engine: EngineConfig) -> None:
-        """Require that an engine can serve what is trained, and return what is recorded of it."""
+        """Require that an engine can serve what is trained."""
         if engine.events is not None:
             raise ValueError(
                 f"{name}.events_port has no effect on one server: name several in base_url, make it a replica of"

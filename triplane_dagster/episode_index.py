@@ -104,14 +104,14 @@ def rewards_of(store: Store, rollouts: Artifact, iteration: tuple[str, str] | No
     """
     graded: Artifact | None = rollouts
     if "rewards.parquet" not in rollouts.names():
-        place = iteration or _sampled_by(store, rollouts)
+        place = iteration or sampled_by(store, rollouts)
         current = read_ref(store, place[0], "rewards", place[1]) if place else None
         made = [each for each in list_artifacts(store, "rewards") if rollouts.ref in each.manifest.parents.values()]
         graded = max(made, key=lambda each: (each.ref == current, each.manifest.created_unix), default=None)
     return {row["episode_id"]: row for row in graded.table("rewards.parquet").to_pylist()} if graded else {}
 
 
-def _sampled_by(store: Store, rollouts: Artifact) -> tuple[str, str] | None:
+def sampled_by(store: Store, rollouts: Artifact) -> tuple[str, str] | None:
     """Experiment and key of the iteration that sampled; None if its inputs were deleted."""
     refs = [ref for ref in rollouts.manifest.parents.values() if ref.kind == "iteration_inputs"]
     found = find_artifact(store, refs[0].kind, refs[0].key) if refs else None

@@ -71,7 +71,8 @@ def write_history(store: Store) -> History:
         refs = {role: made[parent].ref for role, parent in parents.items()}
         # a trainer state has the key of its checkpoint
         key = digest_of([name.removesuffix("_state"), {role: ref.digest for role, ref in refs.items()}])
-        with ArtifactWriter(store, kind, key, parents=refs, config={"step": name}, code_version="1") as out:
+        config = {"step": name, "experiment": EXPERIMENT, "iteration": "0000"}
+        with ArtifactWriter(store, kind, key, parents=refs, config=config, code_version="1") as out:
             fill(out)
             made[name] = out.commit(meta)
 

@@ -7,6 +7,7 @@ import locale
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NoReturn
 
@@ -109,8 +110,8 @@ def test_episodes_show_the_current_grading_of_an_iteration_else_the_latest(tmp_p
     def shown(iteration: tuple[str, str] | None) -> set[float]:
         return {row["reward"] for row in rewards_of(store, rollouts, iteration).values()}
 
-    assert shown(None) == {0.75}
-    assert shown((EXPERIMENT, "0000")) == set(table["reward"].to_pylist())
+    assert shown(("other", "0000")) == {0.75}
+    assert shown(None) == shown((EXPERIMENT, "0000")) == set(table["reward"].to_pylist())
     write_ref(store, EXPERIMENT, "rewards", "0000", gradings[1].ref)
     assert shown((EXPERIMENT, "0000")) == {0.5}
 
@@ -154,8 +155,23 @@ def test_episodes_are_exported_as_json_lines(here: Run, history: History, tmp_pa
     assert said.startswith(f"{len(kept)} episodes of rollouts") and all(row["kept"] for row in kept)
     for row in kept:
         assert sum(len(each["token_ids"]) for each in row["sequences"]) == row["tokens"]
-    refused = here("episodes", "export", "-e", EXPERIMENT, "-o", str(tmp_path / "absent" / "x"))
-    assert refused.returncode == 1 and "can't be written" in refused.stderr and list(tmp_path.glob("**/*.part")) == []
+    rollouts = ("--artifact", history.artifacts["rollouts"].ref.digest)
+    assert [json.loads(line) for line in here("episodes", "export", *rollouts).stdout.splitlines()] == [*rows.values()]
+    assert len(here("episodes", "export", *rollouts, "--kept").stdout.splitlines()) == len(kept)
+    for wrong, why in ((tmp_path / "absent" / "x", "can't be written"), (tmp_path, "is a folder")):
+        refused = here("episodes", "export", "-e", EXPERIMENT, "-o", str(wrong))
+        assert refused.returncode == 1 and why in refused.stderr and list(tmp_path.glob("**/*.part")) == []
+
+
+def test_an_export_goes_where_a_link_or_pipe_leads(here: Run, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("real.jsonl")
+    here("episodes", "export", "-e", EXPERIMENT, "-o", str(tmp_path / "link"))
+    assert (tmp_path / "link").is_symlink()
+    os.mkfifo(tmp_path / "pipe")
+    with ThreadPoolExecutor() as beside:
+        read = beside.submit((tmp_path / "pipe").read_text)
+        assert here("episodes", "export", "-e", EXPERIMENT, "-o", str(tmp_path / "pipe")).returncode == 0
+        assert read.result(30) == (tmp_path / "real.jsonl").read_text()
 
 
 def test_episodes_show_in_json_contains_the_recorded_tokens(here: Run, history: History) -> None:

@@ -197,6 +197,8 @@ def test_local_store_leaves_no_temporary_files(tmp_path: Path) -> None:
         ("file://data/store", r"names the host 'data': use file:///DIR"),
         ("file:///data/store?x=1", r"write \? as %3F"),
         ("file:///data/store#1", "and # as %23"),
+        ("file://[x", "is no location"),
+        ("file:///x%00y", "has a null byte"),
         ("~/store", "begins with ~, which only a shell expands: write the whole path"),
         ("file:~/store", "begins with ~"),
     ],

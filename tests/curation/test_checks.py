@@ -20,6 +20,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from contracts.errors import InfraFault
 from contracts.tasks import Checks, Decoy, Observed, Rule, Split, Task
 from curation.tasks.checks import decoys, expectations, observing
 from curation.tasks.checks.expectations import agrees, decode
@@ -361,8 +362,44 @@ def test_a_pattern_that_backtracks_without_end_does_not_match(monkeypatch: pytes
     (key,) = made.rules
     assert agrees(made, key, json.dumps([["e", ["ValueError"], "key \xe9\0 is odd: no"]])) is False
     assert agrees(made, key, json.dumps([["e", ["ValueError"], "key \xe9 is odd: no"]])) is True
-    monkeypatch.setattr(expectations, "_PATTERN_S", 1.0)
+    monkeypatch.setattr(expectations, "_PATTERN_S", 1)
     assert agrees(made, key, json.dumps([["e", ["ValueError"], "key " + "a" * 2000]])) is False
+
+
+@pytest.mark.parametrize("program", ["/bin/false", "/no/such/program"])
+def test_a_pattern_that_could_not_be_matched_is_matched_again(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
+    made = observing.make(
+        {"t.py": b"import pytest\n\n\ndef test():\n    with pytest.raises(ValueError, match='bad .+'):\n        f()\n"}
+    )
+    (key,) = made.rules
+    value = json.dumps([["e", ["ValueError"], f"bad {program}"]])
+    with monkeypatch.context() as patch:
+        patch.setattr(expectations.sys, "executable", program)
+        with pytest.raises(InfraFault, match="could not be matched"):
+            agrees(made, key, value)
+    assert agrees(made, key, value) is True
+
+
+@pytest.mark.parametrize(
+    ("values", "item"),
+    [
+        (range(1, 10), item)
+        for item in (3, 3.0, 3.5, Decimal(3), Decimal("3.5"), Fraction(7), Fraction(7, 2), 4 + 0j, 4 + 1j, "3", None)
+    ]
+    + [(range(9, 0, -3), item) for item in (3.0, Decimal(4), Fraction(9), 0.0)]
+    + [(range(0), 0.0), (range(5), float("nan")), (range(5), float("inf")), (range(5), Decimal("nan"))],
+)
+def test_membership_in_a_range_is_that_of_python(values: range, item: object) -> None:
+    made = observing.make({"t.py": b"def test():\n    assert price() in limits()\n"})
+    (key,) = made.rules
+    assert agrees(made, key, json.dumps([encode(item), encode(values)])) is (item in values)
+
+
+@pytest.mark.timeout(60)
+def test_a_number_far_outside_a_range_is_not_made_whole() -> None:
+    made = observing.make({"t.py": b"def test():\n    assert price() in limits()\n"})
+    (key,) = made.rules
+    assert agrees(made, key, json.dumps([["D", "1e999999999"], encode(range(10**30))])) is False
 
 
 def test_checks_survive_json() -> None:

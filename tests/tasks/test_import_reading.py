@@ -177,6 +177,14 @@ ROWS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "deadline as text": ({"triplane_environment": {"timeout_s": "20"}}, r"wrong at timeout_s\S*: .* valid integer"),
     "plugins as text": ({"triplane_environment": {"plugins": "pytest_asyncio"}}, r"wrong at plugins: .* valid tuple"),
+    "endless deadline": (
+        {"triplane_environment": {"timeout_s": 10**400}},
+        r"wrong at timeout_s\S*: .* less than or equal",
+    ),
+    "more memory than servers have": (
+        {"triplane_environment": {"memory_mb": 8_000_000}},
+        "wrong at memory_mb: .* less than",
+    ),
     "no memory": ({"triplane_environment": {"memory_mb": -5}}, r"wrong at memory_mb: .* greater than 0"),
     "runtime that is no digest": ({"triplane_environment": {"runtime": 5}}, r"wrong at runtime: .* valid string"),
     "setting that is no text": ({"triplane_environment": {"ini": {"a": 1}}}, r"wrong at ini\.a: .* valid string"),

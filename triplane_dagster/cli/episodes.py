@@ -17,7 +17,7 @@ from triplane_dagster.cli.options import AsJson, ExperimentName, Limit
 from triplane_dagster.cli.output import console, print_json, print_rows
 from triplane_dagster.cli.transcript import episode_json, print_episode
 from triplane_dagster.episode_export import exported, write_lines
-from triplane_dagster.episode_index import find_episode, rewards_of
+from triplane_dagster.episode_index import find_episode, rewards_of, sampled_by
 
 Iteration = Annotated[
     str, typer.Option("--iteration", "-i", help="Iteration key such as 0003; default: the last with rollouts.")
@@ -98,10 +98,12 @@ def export(
     store = open_store()
     place = None if artifact else _place(store, experiment, iteration)
     source = _rollouts(store, *place) if place else _artifact(store, artifact)
-    members = _members(store, place)
+    place = place or sampled_by(store, source)
+    members = _members(store, source, place)
     if kept and members is None:
         raise ArtifactMissing(
-            f"{source.ref.uri} has no dataset yet, which --kept asks: leave it out, or materialize it"
+            f"no current dataset is of {source.ref.kind} {source.ref.short}, which --kept asks: leave it out, or"
+            " materialize `dataset`"
         )
     lines = (
         json.dumps(row)
@@ -134,14 +136,14 @@ def _rows(store: Store, source: Artifact, place: tuple[str, str] | None) -> Iter
         }
 
 
-def _members(store: Store, place: tuple[str, str] | None) -> dict[str, dict[str, Any]] | None:
-    """Rows of the dataset of an iteration by episode; None: there is none."""
-    from resources.refs import read_ref
+def _members(store: Store, source: Artifact, place: tuple[str, str] | None) -> dict[str, dict[str, Any]] | None:
+    """Rows of the dataset of an iteration by episode; None: there is none, or it is not of these episodes."""
+    from resources.refs import read_artifact
 
-    ref = read_ref(store, place[0], "dataset", place[1]) if place else None
-    if ref is None:
+    dataset = read_artifact(store, place[0], "dataset", place[1]) if place else None
+    if dataset is None or source.ref not in dataset.manifest.parents.values():
         return None
-    return {row["episode_id"]: row for row in open_artifact(store, ref).table("members.parquet").to_pylist()}
+    return {row["episode_id"]: row for row in dataset.table("members.parquet").to_pylist()}
 
 
 def _place(store: Store, experiment: str, iteration: str) -> tuple[str, str]:

@@ -8,6 +8,7 @@ import datetime
 import json
 import operator
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -16,21 +17,34 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
+from contracts.errors import InfraFault
 from contracts.tasks import Observed, Rule
 
-_PATTERN_S = 10.0
-"""Seconds that the search for a pattern may take. A final state chooses the text, and backtracking may never end."""
-_SEARCH = "import json, re, sys; sys.exit(re.search(*json.load(sys.stdin)) is None)"
+_PATTERN_S = 10
+"""Processor seconds that the search for a pattern may take. A final state chooses the text, and backtracking may never
+end.
+"""
+_PATTERN_WALL_S = 300.0
+_SEARCH = """import json, re, resource, signal, sys
+signal.signal(signal.SIGXCPU, signal.SIG_DFL)
+resource.setrlimit(resource.RLIMIT_CPU, (int(sys.argv[1]), int(sys.argv[1]) + 5))
+sys.exit(0 if re.search(*json.load(sys.stdin)) else 3)
+"""
+_UNMATCHED = (3, -signal.SIGXCPU)
 _REPEATS = re.compile(r"[*+?{]")
 _LONGEST_RANGE = 50_000
 """Numbers of a range that are compared one by one."""
 
 
 def _contains(values: Any, item: Any) -> bool:
-    """`item in values`. Python compares each number of a range with an item that is no integer; this compares none."""
-    if isinstance(values, range) and not isinstance(item, int):
-        return isinstance(item, float) and item.is_integer() and int(item) in values
-    return item in values
+    """`item in values`. Python compares each number of a range with an item that is no integer; this compares two."""
+    if not isinstance(values, range) or isinstance(item, int):
+        return item in values
+    number = item.real if isinstance(item, complex) and not item.imag else item
+    if not isinstance(number, (float, Decimal, Fraction)) or number != number or not values:
+        return False
+    low, high = sorted((values[0], values[-1]))
+    return low <= number <= high and number == int(number) and int(number) in values
 
 
 _OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
@@ -54,7 +68,7 @@ class Opaque(Exception):
 
 
 def agrees(observed: Observed, key: str, value: str) -> bool | None:
-    """Whether one observation satisfies its assertion; None if that can't be decided."""
+    """Whether one observation satisfies its assertion; None if that can't be decided. Raises InfraFault."""
     rule = observed.rules[key]
     try:
         sides = json.loads(value)
@@ -66,6 +80,8 @@ def agrees(observed: Observed, key: str, value: str) -> bool | None:
         return _holds(rule, [decode(each, observed.hidden if place else {}) for place, each in enumerate(sides)])
     except Opaque:
         return None
+    except InfraFault:
+        raise
     except Exception:  # noqa: BLE001 - a malformed report, or values that can't be compared: no assertion holds by them
         return False
 
@@ -95,14 +111,20 @@ def _raised(rule: Rule, sides: Sequence[Any]) -> bool:
 
 @lru_cache(1024)
 def _matches(pattern: str, text: str) -> bool:
-    """Whether a regular expression matches anywhere in a text. Raises TimeoutExpired.
+    """Whether a regular expression matches anywhere in a text; one that takes too long does not. Raises InfraFault.
 
     `re` can't be interrupted and blocks all threads, so patterns that may backtrack are matched in a child process.
     """
     if not _REPEATS.search(pattern):
         return re.search(pattern, text) is not None
-    command, said = [sys.executable, "-I", "-S", "-c", _SEARCH], json.dumps([pattern, text]).encode()
-    return subprocess.run(command, input=said, timeout=_PATTERN_S, capture_output=True, check=False).returncode == 0
+    command, said = [sys.executable, "-I", "-S", "-c", _SEARCH, f"{_PATTERN_S}"], json.dumps([pattern, text]).encode()
+    try:
+        done = subprocess.run(command, input=said, timeout=_PATTERN_WALL_S, capture_output=True, check=False)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise InfraFault(f"the pattern of an expected exception could not be matched: {error}") from error
+    if done.returncode not in (0, *_UNMATCHED):
+        raise InfraFault(f"the pattern of an expected exception could not be matched: status {done.returncode}")
+    return done.returncode == 0
 
 
 def _holds(rule: Rule, values: Sequence[Any]) -> bool:

@@ -37,8 +37,8 @@ class _Environment(Frozen):
     runtime: str = Field(default="", pattern="^([0-9a-f]{64})?$")
     plugins: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     ini: dict[str, str] = Field(default_factory=dict)
-    timeout_s: Annotated[StrictInt | StrictFloat, Field(gt=0, allow_inf_nan=False)] | None = None
-    memory_mb: Annotated[StrictInt, Field(gt=0)] | None = None
+    timeout_s: Annotated[StrictInt | StrictFloat, Field(gt=0, le=86_400, allow_inf_nan=False)] | None = None
+    memory_mb: Annotated[StrictInt, Field(gt=0, le=1 << 22)] | None = None
 
 
 @dataclass

@@ -23,7 +23,7 @@ from curation.tasks.importing.swebench import read_rows
 from curation.tasks.validate import Progress, ValidationReport, validate_tasks
 from envd.client import SandboxClient
 
-IMPORT_SUITE_VERSION = "3"
+IMPORT_SUITE_VERSION = "4"
 
 
 def read_source(source: Path, repos: Path | None = None) -> Reading:
