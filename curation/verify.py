@@ -38,7 +38,7 @@ from curation.states.requests import grade_requests
 from curation.tasks.checks.proving import CHECKS_VERSION, prove
 from envd.client import SandboxClient, VerifyResult
 
-VERIFIER_VERSION = "7"
+VERIFIER_VERSION = "8"
 """Bump if the same final state may get another verdict, after changes of this file, LIMITS, cheating, checks,
 states, or the test runs and reports of envd.
 """
