@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Collection
-from pathlib import Path
+from pathlib import Path, PosixPath, PurePath
 from types import FrameType
 from typing import Any
 
@@ -51,6 +51,8 @@ _THROUGH = {
 _LOOKERS = ("inspect.py", "linecache.py", "ctypes/__init__.py")
 _INTERNALS = ("_pytest", "pytest", "pluggy")
 _MOST_FRAMES = 60
+_STR = vars(PurePath)["_str"]
+"""Slot with the text of a path, which its conversion fills."""
 
 
 class _Sources:
@@ -167,14 +169,29 @@ def install(
 def _by_arguments(event: str, arguments: tuple[Any, ...], files: _Hidden) -> str:
     first = arguments[0] if arguments else None
     if event == "open":
-        if not isinstance(first, (str, bytes)) or type(first) not in (str, bytes):
-            return ""
-        path = os.fsdecode(first)
-        if files.opened(path, arguments[1]):
+        if type(first) is int:
+            return ""  # a descriptor
+        path = _text(first)
+        if path is None or files.opened(path, arguments[1]):
             return "read:hidden-test"
         return "read:proc" if path.startswith("/proc/") else ""
     if event == "import":
-        return "internals:pytest" if type(first) is str and first.split(".", 1)[0] in _INTERNALS else ""
+        return "internals:pytest" if (_text(first) or "").split(".", 1)[0] in _INTERNALS else ""
     if event == "object.__setattr__" and len(arguments) > 1:
         return {"__code__": "code:__code__", "__bases__": "code:__bases__"}.get(arguments[1], "")
     return ""
+
+
+def _text(value: Any) -> str | None:
+    """Text of a name or path. Runs no code of the value's class, which the hook would not see; None if that is needed,
+    as by `io.FileIO` of a class with `__fspath__`, which may return another path each time.
+    """
+    kind = type(value)
+    if issubclass(kind, str):
+        return str.__str__(value)
+    if issubclass(kind, bytes):
+        return bytes.__getitem__(value, slice(None)).decode("utf-8", "surrogateescape")
+    try:
+        return _STR.__get__(value) if kind is PosixPath else None
+    except AttributeError:
+        return None

@@ -190,16 +190,21 @@ def review(workspace: Path, template: Path, changed: Collection[str], hidden: Co
         found[_UNREVIEWED] = 1
     named = [name for name in found if name.startswith(_NAMED)]
     if named:
-        modules = _test_modules(template, (*changed, *hidden))
-        found += Counter("modules:tests" for each in named if not modules.isdisjoint(each.split(".")[1:]))
+        present = {str(each.relative_to(template)) for each in template.rglob("*.py")}
+        modules = _test_modules((*present, *changed, *hidden))
+        unseen = {Path(path).stem for path in hidden} - {Path(path).stem for path in present.difference(hidden)}
+        found += Counter(
+            "modules:tests"
+            for each in named
+            if each.removeprefix(_NAMED) in unseen or not modules.isdisjoint(each.split(".")[1:])
+        )
         found -= Counter({each: found[each] for each in named})
     grave = sorted(found.keys() & GRAVE)
     return [*grave, *[f"review:{name}" for name in sorted(found.keys() - GRAVE)][:_MOST_NAMES]]
 
 
-def _test_modules(template: Path, others: Iterable[str]) -> frozenset[str]:
-    """Names of the modules and packages among the tests of the template and of other paths."""
-    paths = [*(str(each.relative_to(template)) for each in template.rglob("*.py")), *others]
+def _test_modules(paths: Iterable[str]) -> frozenset[str]:
+    """Names of the modules and packages among the tests at these paths."""
     tests = [Path(path) for path in paths if path.endswith(".py") and _TESTS.search(path)]
     return frozenset(name for path in tests for name in (path.stem, path.parent.name))
 
@@ -327,9 +332,16 @@ def _modules_of(node: ast.AST) -> list[str]:
 
 
 def _texts_of(node: ast.AST) -> list[str]:
-    """Arguments of a call that may name a module."""
-    values = [each.value for each in node.args if isinstance(each, ast.Constant)] if isinstance(node, ast.Call) else []
-    return [each for each in values if isinstance(each, str) and "." in each]
+    """Arguments of a call that may name a module; without a dot, or relative, only of one that imports."""
+    if not isinstance(node, ast.Call):
+        return []
+    given = (*node.args, *(each.value for each in node.keywords))
+    values = [each.value for each in given if isinstance(each, ast.Constant)]
+    texts = [each.partition(":")[0] for each in values if isinstance(each, str)]  # pkgutil's `package.module:name`
+    if getattr(node.func, "attr", getattr(node.func, "id", "")) not in ("import_module", "__import__"):
+        return [each for each in texts if "." in each]
+    texts += [package + name for name in texts if name[:1] == "." for package in texts if package[:1] != "."]
+    return [each.lstrip(".") for each in texts]
 
 
 def _is_modules(node: ast.AST) -> bool:

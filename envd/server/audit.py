@@ -70,6 +70,8 @@ BURST, WINDOW_S = 32, 10.0
 """At most BURST events of one kind and sandbox are kept in WINDOW_S seconds; one audit.suppressed counts the rest.
 Events of no sandbox are counted by the source of their call (`contracts.rpc.caller.source`).
 """
+FILES = 4
+"""Files kept of the log, and of the trail: the one that is written, and PATH.1 to PATH.3."""
 SIGNED = b', "hmac": "%s"'
 """What a signature adds to a line."""
 _MAX_SOURCES = 8192
@@ -124,7 +126,7 @@ class AuditLog:
         calls: bool = False,
         key: bytes | None = None,
         max_bytes: int = 64 * 1024 * 1024,
-        files: int = 4,
+        files: int = FILES,
     ) -> None:
         """path: file to append to; None: memory only. calls: also keep a trail of calls, in `PATH.calls`. key: signs
         the lines of the files.

@@ -16,8 +16,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 
-from envd.errors import EnvdError
-
 MOST_BYTES = 64 * 1024 * 1024
 _MOST_OF_FILE = 4 * 1024 * 1024
 """Byte code of one file that is kept."""
@@ -25,11 +23,11 @@ _MOST_MODULES, _MOST_OF_MODULES = 1000, 4 * 1024 * 1024
 """Most modules of a template, and bytes of them, that are compiled: to place them takes time, memory and disk."""
 
 Compile = Callable[[Sequence[str]], Awaitable[dict[str, bytes]]]
-"""Byte code of files, by path; empty for one that has none. Raises EnvdError."""
+"""Byte code of files, by path; empty for one that can't be compiled, which is remembered. Raises EnvdError."""
 
 
 class CompiledFiles:
-    """Cache of byte code, bounded by MOST_BYTES. Files whose compilation fails have no byte code."""
+    """Cache of byte code, bounded by MOST_BYTES."""
 
     def __init__(self) -> None:
         self._codes: OrderedDict[str, bytes] = OrderedDict()
@@ -37,7 +35,10 @@ class CompiledFiles:
         self._bytes = 0
 
     async def of(self, keys: Mapping[str, str], compiled: Compile) -> dict[str, bytes]:
-        """Byte code by path. keys: `key_of` each file, by path. `compiled` makes what is missing."""
+        """Byte code by path. keys: `key_of` each file, by path. `compiled` makes what is missing.
+
+        Raises the EnvdError of `compiled`, of which nothing is kept: a run without byte code would differ from others.
+        """
         missing = {path: key for path, key in sorted(keys.items()) if key not in self._codes and key not in self._work}
         if missing:
             work = asyncio.create_task(self._make(missing, compiled))
@@ -51,8 +52,6 @@ class CompiledFiles:
     async def _make(self, missing: Mapping[str, str], compiled: Compile) -> None:
         try:
             codes = await compiled(list(missing))
-        except EnvdError:
-            codes = {}  # the run will say what is wrong with a file
         finally:
             for key in missing.values():
                 del self._work[key]

@@ -101,9 +101,9 @@ class Options:
     rules: Path | None = None
     audit_log: Path | None = None
     audit_calls: bool = False
+    """Whether calls are recorded as audit events."""
     audit_key: Path | None = None
     """Key that signs the lines of `audit_log`."""
-    """Whether calls are recorded as audit events."""
     peer_ca: Path | None = None
     """CA certificates of the servers that sandboxes are moved to. This server presents its own certificate to them.
     None: no TLS.

@@ -117,16 +117,19 @@ class Snapshots:
 
 def _private(directory: Path) -> Path:
     """The directory if only this user may enter it, else SUBFOLDER in it; makes both. Snapshots hold the environment
-    variables and the memory of sandboxes.
+    variables and the memory of sandboxes. SUBFOLDER is closed again, since Kubernetes opens it to a volume's group.
     """
     directory.parent.mkdir(parents=True, exist_ok=True)
     for place in (directory, directory / SUBFOLDER):
         with suppress(FileExistsError):
             place.mkdir(mode=0o700)
         about = place.stat(follow_symlinks=place == directory)
-        if about.st_uid == os.geteuid() and not about.st_mode & 0o077 and stat.S_ISDIR(about.st_mode):
+        private = not about.st_mode & 0o077
+        if about.st_uid == os.geteuid() and stat.S_ISDIR(about.st_mode) and (private or place != directory):
+            if not private:
+                place.chmod(0o700)
             return place
-    raise EnvdError(f"snapshots can't be kept: {place} is not a folder of this user alone: remove it, or chmod 700 it")
+    raise EnvdError(f"snapshots can't be kept: {place} is not a folder of this user: remove it")
 
 
 def _charged_to(owner: str, snapshot: Path) -> int:

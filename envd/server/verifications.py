@@ -11,6 +11,7 @@ import contextlib
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,8 @@ _ASK_S = 60.0
 """Seconds beyond the tests' own deadline after which a verifier counts as hung."""
 _GUEST_S = 180.0
 """The same for a verifier in a guest, whose processor may be emulated."""
-_COMPILE_S = 60.0
+_COMPILE_S, _COMPILE_MB = 60.0, 1024
+"""Seconds and least MiB to compile files in: a task's small limits must not keep byte code from its runs."""
 _TEST = re.compile(r"(.*/)?(test_[^/]*|[^/]*_test)\.py")
 _REWRITING = "enable_assertion_pass_hook"
 """Key of pytest's configuration that changes how assertions are rewritten."""
@@ -153,6 +155,7 @@ class Verifications:
         tests = {path: key_of(path, hidden[path]) for path in rewritten if path.endswith(".py")}
         directory = self._templates.directory_of(template)
         modules = await asyncio.to_thread(modules_of, directory)
+        limits = replace(limits, memory_mb=max(limits.memory_mb, _COMPILE_MB), cpu=max(limits.cpu, 1.0))
 
         async def compiled(read: Callable[[str], bytes], rewritten: bool, paths: Sequence[str]) -> dict[str, bytes]:
             files = [(path, await asyncio.to_thread(read, path)) for path in paths]

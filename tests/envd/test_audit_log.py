@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -17,9 +18,10 @@ import pytest
 
 from contracts.rpc import caller
 from envd.errors import EnvdError
-from envd.operations.audit_check import run_audit_check
+from envd.operations import audit_check
+from envd.operations.audit_check import check_audit_log, run_audit_check
 from envd.server import audit, audit_file
-from envd.server.audit import BURST, KINDS, AuditLog, Event, leaves_root
+from envd.server.audit import BURST, KINDS, AuditLog, Event, leaves_root, signature
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -301,3 +303,64 @@ def test_changes_of_a_signed_log_are_found(tmp_path: Path, capsys: pytest.Captur
     old.write_bytes(whole)
     key.write_text("another\n")
     assert "12 faults" in check(1)
+
+
+KEY = b"a secret of the auditors"
+
+
+def test_a_whole_signed_log_is_whole_when_its_trail_has_dropped_files(tmp_path: Path) -> None:
+    path = tmp_path / "audit"
+    log = AuditLog(path, calls=True, key=KEY, max_bytes=2000)
+    for number in range(200):
+        log.record("path.escape" if number % 20 == 0 else "call.made", str(number))
+    log.close()
+    found = check_audit_log(path, KEY)
+    assert found.faults == [] and found.numbers[0] == 1 < found.whole_from < 181
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-1]))
+    assert check_audit_log(path, KEY).faults == ["events 181 to 181 are missing"]
+
+
+def test_a_signed_log_is_whole_while_a_server_writes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "audit"
+    log = AuditLog(path, calls=True, key=KEY)
+
+    def record() -> None:
+        log.record("call.made", "a")
+        log.record("path.escape", str(log.counts["path.escape"]))
+
+    def slow(key: bytes, signed: bytes) -> bytes:
+        record()
+        return signature(key, signed)
+
+    for _ in range(3):
+        record()
+    monkeypatch.setattr(audit_check, "signature", slow)
+    assert check_audit_log(path, KEY).faults == []
+    monkeypatch.undo()
+    log.close()
+    first, _, *others = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(first + b"".join(others))
+    assert check_audit_log(path, KEY).faults == ["events 4 to 4 are missing"]
+
+
+def test_unsigned_lines_are_faults_unless_they_are_the_oldest(tmp_path: Path) -> None:
+    path = tmp_path / "audit"
+    for key in (None, KEY):
+        log = AuditLog(path, calls=True, key=key)
+        for kind in ("path.escape", "call.made", "path.escape"):
+            log.record(kind, "a")
+        log.close()
+    found = check_audit_log(path, KEY)
+    assert (found.faults, found.numbers, sorted(found.unsigned.values())) == ([], [4, 5, 6], [1, 2, 3])
+    whole = path.read_bytes()
+    stripped = re.sub(rb', "hmac": "\w+"', b"", whole)
+    calls = tmp_path / "audit.calls"
+    for text, faults in (
+        (whole + b'{"number": 2}\n', ["audit:5: the line is not signed"]),
+        (b"[]\n" + whole, ["audit:1: the line is not signed"]),
+        (stripped, ["audit:4: the line is not signed"]),
+    ):
+        path.write_bytes(text)
+        assert check_audit_log(path, KEY).faults == faults
+    calls.unlink()
+    assert len(check_audit_log(path, KEY).faults) == 4, "no line is signed"

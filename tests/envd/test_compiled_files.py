@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from envd.client import Limits
 from envd.errors import SandboxGone
 from envd.sandbox.runner import as_cached, cached_path
 from envd.server import compiled_files
@@ -126,9 +127,7 @@ def test_a_file_is_compiled_once_however_many_runs_ask(monkeypatch: pytest.Monke
     async def compiled(paths: Sequence[str]) -> dict[str, bytes]:
         made.extend(paths)
         await asyncio.sleep(0)
-        if "bad" in paths:
-            raise SandboxGone("it ended")
-        return {path: path[0].encode() * 100 for path in paths}
+        return {path: path[0].encode() * 100 for path in paths if path != "bad"}
 
     async def run() -> None:
         cache = CompiledFiles()
@@ -140,6 +139,45 @@ def test_a_file_is_compiled_once_however_many_runs_ask(monkeypatch: pytest.Monke
         assert await cache.of({"a": "1"}, compiled) == {"a": b"a" * 100} and made[-1] == "a"  # it was the oldest
 
     asyncio.run(run())
+
+
+def test_a_failed_compilation_fails_its_runs_and_is_tried_again() -> None:
+    failures = [SandboxGone("it ended")]
+
+    async def compiled(paths: Sequence[str]) -> dict[str, bytes]:
+        await asyncio.sleep(0)
+        if failures:
+            raise failures.pop()
+        return dict.fromkeys(paths, b"code")
+
+    async def run() -> None:
+        cache = CompiledFiles()
+        found = await asyncio.gather(
+            *(cache.of({"a": "1", "b": "2"}, compiled) for _ in range(3)), return_exceptions=True
+        )
+        assert [str(each) for each in found] == ["it ended"] * 3
+        assert await cache.of({"a": "1", "b": "2"}, compiled) == {"a": b"code", "b": b"code"}
+
+    asyncio.run(run())
+
+
+FINDS_LARGE = """\
+from pathlib import Path
+
+from calc import add
+
+
+def test_add():
+    assert add(1, 2) == 3 and list(Path("__pycache__").glob("large.*"))
+"""
+
+
+def test_small_limits_of_a_task_do_not_keep_byte_code_from_it(namespaces: Harness) -> None:
+    large = [f"def f{n}(a, b={{'x': {n}}}):\n    return [each + {n} for each in a if each % 3]\n" for n in range(9000)]
+    files = {"calc.py": RIGHT.encode(), "large.py": f"{''.join(large)}# {secrets.token_hex(8)}\n".encode()}
+    small = Limits(memory_mb=96)
+    found = namespaces.verify({}, files=files, hidden=hidden(FINDS_LARGE), tests=TESTS[:1], limits=small)
+    assert [each.status for each in found.outcomes] == ["passed"]
 
 
 IMPORTING = """\

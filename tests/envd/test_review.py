@@ -31,6 +31,7 @@ LINES = (
     "class B(int):",
     "def __eq__(self, other): return True",
     "threading.Thread(target=f).start()",
+    "import_module('.test_x', package='tests')",
     "@wraps",
     "if f_back:",
     '"""test_hidden',
@@ -183,7 +184,7 @@ def written(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
-TEMPLATE = {"calc.py": "", "tests/helpers.py": "", "net/example.py": ""}
+TEMPLATE = {"calc.py": "", "tests/helpers.py": "", "net/example.py": "", "net/test_table.py": ""}
 
 
 @pytest.mark.parametrize(
@@ -196,12 +197,24 @@ TEMPLATE = {"calc.py": "", "tests/helpers.py": "", "net/example.py": ""}
         ("load('tests.test_unseen')", ["modules:tests"]),
         ("load('other.test_unseen')", ["modules:tests"]),
         ("import tests.helpers", ["modules:tests"]),
+        ("import_module(name='tests.helpers')", ["modules:tests"]),
+        ("importlib.import_module('.unseen_test', 'tests')", ["modules:tests"]),
+        ("importlib.import_module(package='tests', name='.unseen_test')", ["modules:tests"]),
+        ("importlib.import_module('.test_unseen', __package__)", ["modules:tests"]),
+        ("importlib.import_module('test_unseen')", ["modules:tests"]),
+        ("__import__('test_unseen')", ["modules:tests"]),
+        ("resolve_name('tests.test_unseen:CASES')", ["modules:tests"]),
+        ("importlib.import_module('test_table')", []),
+        ("importlib.import_module('.test_table', __package__)", []),
+        ("importlib.import_module('test_absent')", []),
+        ("log.info('test_unseen', name='net.example')", []),
     ],
 )
 def test_a_text_counts_if_it_leads_to_a_module_of_the_tests(tmp_path: Path, line: str, names: list[str]) -> None:
     before = written(tmp_path / "before", TEMPLATE | {"tests/net/__init__.py": ""})
     after = written(tmp_path / "after", {"calc.py": line})
-    found = review(after, before, ["calc.py"], ["tests/test_unseen.py"])
+    unseen = ["tests/test_unseen.py", "tests/unseen_test.py", "tests/test_table.py"]
+    found = review(after, before, ["calc.py"], unseen)
     assert [name for name in found if not name.startswith("review:")] == names
 
 

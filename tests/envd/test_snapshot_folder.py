@@ -51,9 +51,17 @@ def test_folder_that_others_may_enter_keeps_its_mode(tmp_path: Path) -> None:
     assert (mode(shared), mode(shared / SUBFOLDER)) == (0o755, 0o700)
 
 
+def test_subfolder_that_kubernetes_opened_to_the_group_of_a_volume_is_closed_again(tmp_path: Path) -> None:
+    tmp_path.chmod(0o2775)
+    place = stored_in(tmp_path)
+    place.chmod(0o2770)
+    assert stored_in(tmp_path) == place == tmp_path / SUBFOLDER
+    assert mode(place) == 0o700
+
+
 def test_subfolder_of_somebody_else_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     (tmp_path / SUBFOLDER).symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(EnvdError, match="is not a folder of this user alone: remove it"):
+    with pytest.raises(EnvdError, match="is not a folder of this user: remove it"):
         Snapshots(tmp_path, quotas())

@@ -35,6 +35,27 @@ LOOKS = {
         "__import__('linecache').getlines('/workspace/tests/test_hidden.py')",
         "read:hidden-test",
     ),
+    "reads it by a kind of str": (
+        "class P(str): __str__ = None\n    open(P('tests/test_hidden.py'))",
+        "read:hidden-test",
+    ),
+    "reads it by a kind of bytes": (
+        "class P(bytes): decode = None\n    __import__('os').open(P(b'tests/test_hidden.py'), 0)",
+        "read:hidden-test",
+    ),
+    "reads it by an object with a path": (
+        "class P: __fspath__ = lambda self: 'tests/test_hidden.py'\n    __import__('io').FileIO(P())",
+        "read:hidden-test",
+    ),
+    "reads it by a path's FileIO": (
+        "__import__('io').FileIO(__import__('pathlib').Path('tests/test_hidden.py'))",
+        "read:hidden-test",
+    ),
+    "reads it by a buffer": (
+        "__import__('os').open(memoryview(b'tests/test_hidden.py'), 0)",
+        "read:hidden-test",
+    ),
+    "imports by a kind of str": ("class S(str): pass\n    __import__(S('pytest.__main__'))", "internals:pytest"),
     "reads its process": ("open('/proc/self/maps').read()", "read:proc"),
     "walks frames": ("__import__('sys')._getframe(0)", "frames:sys._getframe"),
     "walks frames through inspect": ("__import__('inspect').stack()", "frames:sys._getframe"),
@@ -65,6 +86,7 @@ def test_what_the_diffs_lines_do_is_named_at_first_sight(isolated: Verifying, lo
         "import json, tempfile\nwith tempfile.TemporaryFile('w+') as file:\n    json.dump([1], file)\n",
         "import traceback\ntry:\n    1 / 0\nexcept ZeroDivisionError:\n    traceback.format_exc()\n",
         "import threading\nlock = threading.Lock()\n",
+        "import io, os, pathlib\nassert io.FileIO(pathlib.Path('calc.py')).readall()\nopen(os.dup(0)).close()\n",
     ],
 )
 def test_honest_code_of_the_standard_librarys_ways_is_named_nothing(isolated: Verifying, line: str) -> None:
