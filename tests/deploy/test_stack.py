@@ -181,6 +181,8 @@ def test_a_run_lost_with_its_code_location_is_marked_as_failed_and_launched_agai
 
 def test_the_sampler_serves_what_is_live(stack: LocalStack, store: Store, first_iteration: str) -> None:
     stack.start("sampler")
+    while not httpx.get(f"{stack.api}/ready", timeout=60).is_success:  # it is healthy before it has loaded a policy
+        time.sleep(0.5)
     live = Registry(store, "tiny").live()
     assert live is not None
     question = {"model": "policy", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
