@@ -98,7 +98,9 @@ class Fleet:
         self.name = uuid.uuid4().hex
         """This router's name in the registry."""
         self.replicas: dict[str, Replica] = {}
-        self._given: list[str] = []
+        self._resolved: dict[Address, list[str]] = {}
+        """URLs of each address when it was last resolved."""
+        self._unresolved: set[Address] = set()
         self._ejected: set[str] = set()
         self._sessions: OrderedDict[str, _Session] = OrderedDict()
         self._refused: deque[float] = deque()
@@ -117,6 +119,10 @@ class Fleet:
     def faults(self) -> dict[str, str]:
         """Those that are not, with the fault."""
         return {url: each.health.fault for url, each in self.replicas.items() if each.health.fault is not None}
+
+    @property
+    def _given(self) -> list[str]:
+        return [url for urls in self._resolved.values() for url in urls]
 
     @property
     def versions(self) -> list[str]:
@@ -181,10 +187,14 @@ class Fleet:
 
     async def check(self) -> None:
         """Resolve addresses, and probe all replicas once."""
-        try:
-            self._given = [each.url for each in await asyncio.to_thread(resolve, self._addresses)]
-        except InfraFault as error:
-            _log.warning("the servers' addresses can't be resolved, the known ones stay: %s", error)
+        for address in self._addresses:
+            try:
+                self._resolved[address] = [each.url for each in await asyncio.to_thread(resolve, [address])]
+                self._unresolved.discard(address)
+            except InfraFault as error:
+                if address not in self._unresolved:
+                    _log.warning("%s; the servers known by it stay; said once", error)
+                self._unresolved.add(address)
         for url in self._given:
             self._known(url)
         self._settle()

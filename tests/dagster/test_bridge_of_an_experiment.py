@@ -1,21 +1,38 @@
-"""`triplane bridge` hosts an experiment's episodes as its rollouts step plays them, and speaks TLS."""
+"""`triplane bridge` hosts an experiment's episodes as its rollouts step plays them, speaks TLS, and runs with the
+arguments of the Helm chart.
+"""
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped, unused-ignore]
 
-from inference.bridge.client import Bridge
+from contracts.artifacts import open_artifact
+from inference.bridge.client import AccessDenied, Bridge, Sampling
 from resources.refs import read_artifact
+from resources.registry import Registry
 from tests.bridge.hosted_parts import check_equal
 from tests.dagster.dagster_world import World
+from tests.deploy.chart_pods import templates
+from tests.deploy.render_chart import render
 from tests.envd.test_services_tls import certificate
+from tests.http_client import HTTP
+from tests.inference.test_route_command import routed
+from tests.inference.test_routed_engine import served
+from tests.ports import free_port
 
+TRAINER = {"ca": "ca.crt", "cert": "trainer.crt", "key": "trainer.key"}
 TINY = Path(__file__).with_name("tiny.yaml")
 
 
@@ -51,3 +68,73 @@ def test_hosted_episodes_over_tls_are_the_recorded_rollouts(ran: World, tmp_path
         finally:
             served.terminate()
     assert len(episodes) > 8 and served.returncode == 0
+
+
+@contextmanager
+def pod(values: dict[str, Any], folder: Path) -> Iterator[tuple[str, str]]:
+    """The container of a bridge of the chart as a process, whose volumes are folders below `folder`.
+
+    Yields the addresses of the bridge and of its metrics. Fails unless SIGTERM ends it in the pod's time.
+    """
+    spec = dict(templates(render({"bridges": [{"experiment": "tiny", "keySecret": "keys", **values}]})))
+    (container,) = spec["triplane-bridge-tiny"]["spec"]["containers"]
+    address, metrics = f"localhost:{free_port()}", f"127.0.0.1:{free_port()}"
+    here = {"0.0.0.0:7080": address, "0.0.0.0:9465": metrics}
+    here |= {each["mountPath"]: str(folder / each["name"]) for each in container["volumeMounts"]}
+    command = list(container["command"])
+    for inside, outside in here.items():
+        command = [word.replace(inside, outside) for word in command]
+    variables = {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "TRIPLANE_EXPERIMENTS": str(TINY.parent),
+    }
+    with subprocess.Popen(command, env={**os.environ, **variables}, stdout=subprocess.PIPE, text=True) as served:
+        try:
+            assert served.stdout is not None and f" at {address}" in served.stdout.readline()
+            yield address, metrics
+            served.send_signal(signal.SIGTERM)
+            assert served.wait(spec["triplane-bridge-tiny"]["spec"]["terminationGracePeriodSeconds"]) == 0
+        finally:
+            served.kill()
+
+
+@pytest.mark.slow
+def test_a_bridge_of_the_chart_asks_for_its_key_and_keeps_episodes_over_a_restart(ran: World, tmp_path: Path) -> None:
+    for name in ("keys", "tls", "policies"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "keys" / "keys").write_text("the key of the trainer\n")
+    authority = certificate(tmp_path / "tls", "ca", None)
+    for name in ("tls", "trainer"):
+        certificate(tmp_path / "tls", name, authority)
+    key = {"key": "the key of the trainer"}
+    tls = {f"tls_{name}": tmp_path / "tls" / file for name, file in TRAINER.items()}
+    with pod({"tlsSecret": "tls", "clientCertificates": True}, tmp_path) as (address, metrics):
+        with pytest.raises(AccessDenied), Bridge(address, key="another key of 16", **tls) as bridge:
+            bridge.info()
+        with Bridge(address, **key, **tls) as bridge:
+            assert bridge.info().hosted_tasks > 1
+            episode = bridge.start([1, 2, 3], sampling=Sampling(max_tokens=8))
+            turns = [episode.step()]
+            name = episode.release()
+        assert "bridge_episodes" in HTTP.get(f"http://{metrics}/metrics", timeout=60).text
+    (tmp_path / "policies" / "policy").write_text(turns[0].spans[0].version)
+    with pod({"policyClaim": "trainer", "policy": "base"}, tmp_path) as (address, _):
+        with grpc.insecure_channel(address) as channel:  # as a kubelet
+            health: Any = health_pb2_grpc.HealthStub(channel)
+            asked = health.Check(health_pb2.HealthCheckRequest(), timeout=30)
+            assert asked.status == health_pb2.HealthCheckResponse.SERVING
+        with Bridge(address, **key) as bridge:
+            again = bridge.attach(name, [1, 2, 3], turns)
+            turns.append(again.step([4, 5]))
+            again.release()
+    live = Registry(ran.store, "tiny").live()
+    assert live is not None
+    policy = open_artifact(ran.store, live.policy).directory()
+    with served(policy, live.policy.digest) as server, routed([server.removesuffix("/v1")]) as router:
+        engine = [f"engine.{each}" for each in ("kind=openai", f"base_url={router.url}/v1")]
+        with pod({"set": engine}, tmp_path) as (address, _), Bridge(address, **key) as bridge:
+            again = bridge.attach(name, [1, 2, 3], turns)
+            turns.append(again.step([6]))
+            again.end(reward=1.0)
+        assert router.metric("route_requests_total", code="200") >= 1
+    assert len({span.version for turn in turns for span in turn.spans}) == 1

@@ -35,6 +35,31 @@ FULL: Object = {
             "eventsPort": 5557,
         }
     ],
+    "redis": {"enabled": True, "existingSecret": "triplane-redis"},
+    "routers": [
+        {
+            "experiment": "quickstart",
+            "to": "samplers",
+            "replicas": 2,
+            "keySecret": "triplane-fleet",
+            "webhookSecret": "triplane-webhook",
+        },
+        {"experiment": "qwen3-4b", "to": "engines", "servers": ["http://10.0.0.7:8000"], "timeoutSeconds": 60},
+    ],
+    "bridges": [
+        {"experiment": "quickstart", "keySecret": "triplane-bridge"},
+        {
+            "experiment": "my_night",
+            "keySecret": "triplane-bridge",
+            "tlsSecret": "triplane-bridge-tls",
+            "clientCertificates": True,
+            "policy": "base",
+            "policyClaim": "trainer",
+            "set": ["engine.kind=openai", "engine.base_url=http://night-router-quickstart:8080/v1"],
+            "envSecret": "triplane-bridge-variables",
+            "journal": {"ephemeral": True},
+        },
+    ],
     "envd": {"metrics": True},
     "trainer": {"jobset": True, "image": {"repository": "registry.example.com/trainer", "tag": "0.1.0"}},
 }

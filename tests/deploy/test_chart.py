@@ -160,7 +160,8 @@ def test_secrets_are_taken_by_reference() -> None:
                 named |= {variable["valueFrom"]["secretKeyRef"]["name"]} if "valueFrom" in variable else set()
             named |= {each["secretRef"]["name"] for each in container.get("envFrom", []) if "secretRef" in each}
         named |= {each["secret"]["secretName"] for each in template["spec"]["volumes"] if "secret" in each}
-    assert named == {"triplane-postgres", "triplane-s3", "triplane-envd"}
+    served = {"bridge", "bridge-tls", "bridge-variables", "fleet", "redis", "webhook"}
+    assert named == {f"triplane-{name}" for name in {"postgres", "s3", "envd"} | served}
 
 
 def test_variables_of_services_do_not_reach_pods(pods: dict[str, Object]) -> None:
@@ -180,7 +181,7 @@ def test_every_long_running_container_is_probed() -> None:
 def test_only_dagster_has_rights_and_they_are_the_documented_ones() -> None:
     accounts = {each["metadata"]["name"]: each for each in objects() if each["kind"] == "ServiceAccount"}
     with_token = {name for name, each in accounts.items() if each["automountServiceAccountToken"]}
-    assert with_token == {"night-dagster"} and len(accounts) == 7
+    assert with_token == {"night-dagster"} and len(accounts) == 10
     bindings = [each for each in objects() if each["kind"] == "RoleBinding"]
     assert all([each["name"] for each in binding["subjects"]] == ["night-dagster"] for binding in bindings)
     roles = {each["metadata"]["name"]: each for each in objects() if each["kind"] == "Role"}
@@ -344,11 +345,11 @@ def test_an_engine_gets_gpus_and_reads_weights_of_its_sidecar() -> None:
 def test_selectors_find_the_pods_of_their_object_alone() -> None:
     labels = {name: each["metadata"]["labels"] for name, each in templates(objects())}
     services = [each for each in objects() if each["kind"] == "Service"]
-    assert len(services) == 9
+    assert len(services) == 15
     for service in services:
         chosen = service["spec"]["selector"].items()
         matched = [name for name, each in labels.items() if chosen <= each.items()]
-        assert matched == [service["metadata"]["name"]]
+        assert matched == [service["metadata"]["name"].removesuffix("-replicas")]
         found = containers(dict(templates(objects()))[matched[0]])
         names = {port["name"] for container in found for port in container.get("ports", [])}
         assert {port["targetPort"] for port in service["spec"]["ports"]} <= names
@@ -362,7 +363,7 @@ def test_every_pod_denies_connections_that_no_policy_allows(pods: dict[str, Obje
     listening = {
         each["metadata"]["labels"]["app.kubernetes.io/component"] for each in objects() if each["kind"] == "Service"
     }
-    assert len(listening) == 9
+    assert len(listening) == 14
     for name, template in templates(objects()):
         wanted = {port["containerPort"] for each in containers(template) for port in each.get("ports", [])}
         open_ports = {

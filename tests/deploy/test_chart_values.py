@@ -13,6 +13,7 @@ from helm_python import HelmError
 
 from tests.deploy.render_chart import CHART, main, render
 
+MOST = {"min": 3, "max": 2}
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"bogus": 1}, "bogus"),
     ({"image": {"tags": "1"}}, "tags"),
@@ -57,6 +58,38 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"engines": [{"experiment": "a", "replicas": 1, "image": "vllm"}]}, "/engines/0/image"),
     ({"engines": [{"experiment": "a", "replicas": 1, "image": "vllm:latest", "model": "/m"}]}, "latest"),
     ({"engines": [{"experiment": "a", "replicas": 1, "image": "v:1", "gpuResource": "gpu"}]}, "/engines/0/gpuResource"),
+    ({"samplers": [{"experiment": "a_b"}, {"experiment": "a-b"}]}, "samplers: a-b: give an experiment one entry"),
+    ({"routers": [{"experiment": "a"}]}, "routers: a: give to"),
+    ({"routers": [{"to": "samplers"}]}, "/routers/0"),
+    ({"routers": [{"experiment": "a", "to": "envd"}]}, "/routers/0/to"),
+    ({"routers": [{"experiment": "a", "to": "samplers"}]}, "routers: a: to: samplers has no entry"),
+    ({"routers": [{"experiment": "a", "servers": ["10.0.0.7"]}]}, "/routers/0/servers/0"),
+    ({"routers": [{"experiment": "a", "servers": ["http://b:1,http://c:1"]}]}, "/routers/0/servers/0"),
+    ({"routers": [{"experiment": "a", "keySecret": "k", "replicas": 2}]}, "routers: a: replicas: several routers"),
+    ({"routers": [{"experiment": "a", "keySecret": "k", "autoscale": {"max": 2}}]}, "routers: a: autoscale: give to"),
+    ({"routers": [{"experiment": "a", "keySecret": "k", "autoscale": {"min": 1}}]}, "/routers/0/autoscale"),
+    (
+        {"samplers": [{"experiment": "a"}], "routers": [{"experiment": "a", "to": "samplers", "autoscale": MOST}]},
+        "routers: a: autoscale: min 3 exceeds max 2",
+    ),
+    (
+        {
+            "engines": [{"experiment": "a", "replicas": 1, "image": "v:1", "model": "/m", "scale": True}],
+            "routers": [{"experiment": "a", "to": "engines", "autoscale": {"max": 2}}],
+        },
+        "routers: a: autoscale: its engines have scale: true",
+    ),
+    ({"bridges": [{"experiment": "a"}]}, "/bridges/0"),
+    ({"bridges": [{"experiment": "a", "keySecret": "k", "policy": "best"}]}, "/bridges/0/policy"),
+    ({"bridges": [{"experiment": "a", "keySecret": "k", "set": ["engine"]}]}, "/bridges/0/set/0"),
+    (
+        {"bridges": [{"experiment": "a", "keySecret": "k", "clientCertificates": True}]},
+        "bridges: a: clientCertificates",
+    ),
+    ({"bridges": [{"experiment": "a", "keySecret": "k", "journal": {"size": "1G"}}]}, "/bridges/0/journal/size"),
+    ({"redis": {"enabled": True}}, "redis.existingSecret: redis.enabled needs a Secret"),
+    ({"redis": {"maxMemory": "256Mi"}}, "/redis/maxMemory"),
+    ({"redis": {"password": "secret"}}, "password"),
     ({"networkPolicies": {"webserverFrom": [{"pods": {}}]}}, "/networkPolicies/webserverFrom/0"),
 ]
 

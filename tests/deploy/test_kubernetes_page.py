@@ -48,6 +48,16 @@ def test_the_example_of_an_installation_renders() -> None:
     assert found["triplane-code"]["spec"]["containers"][0]["image"] == "registry.example.com/triplane-stack:1"
 
 
+def test_the_example_of_routers_and_bridges_renders_what_the_page_names() -> None:
+    (values,) = [each for each in examples() if "routers" in each]
+    found = {each["metadata"]["name"]: each["kind"] for each in render(values) if each["kind"] != "Service"}
+    for kind, name in re.findall(r"(deployment|statefulset)/(triplane-[a-z-]+)", section("Routers and bridges")):
+        assert found.get(name, "").lower() in (kind, "scaledobject", "poddisruptionbudget"), name
+    services = {each["metadata"]["name"] for each in render(values) if each["kind"] == "Service"}
+    addresses = re.findall(r"(triplane-[a-z-]+)(?:\.triplane\.svc)?:\d+", section("Routers and bridges"))
+    assert len(set(addresses)) == 3 and set(addresses) <= services
+
+
 def test_the_example_of_a_placement_is_valid() -> None:
     (placement,) = [each["placement"] for each in examples() if "placement" in each]
     assert PlacementConfig.model_validate(placement).trainer.queue == "team-a"
@@ -60,10 +70,14 @@ def test_secrets_of_the_example_have_the_keys_that_pods_read() -> None:
         for name, rest in re.findall(r"^kubectl create secret generic (\S+) (.*)$", commands, re.MULTILINE)
     }
     values = yaml.safe_load((CHART / "values.yaml").read_text())
+    (serving,) = [each for each in examples() if "routers" in each]
     assert made == {
         values["s3"]["existingSecret"]: {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"},
         values["postgres"]["existingSecret"]: {values["postgres"]["passwordKey"]},
         values["envd"]["existingSecret"]: {values["envd"]["secretKey"]},
+        serving["redis"]["existingSecret"]: {"password"},
+        serving["routers"][0]["keySecret"]: {"keys"},
+        serving["bridges"][0]["keySecret"]: {"keys"},
     }
 
 

@@ -82,11 +82,13 @@ class Upstream:
 def upstream() -> Iterator[Upstream]:
     made = Upstream()
     made.thread.start()
-    until(lambda: made.server.started)
-    yield made
-    made.go.set()
-    made.server.should_exit = True
-    made.thread.join()
+    try:
+        until(lambda: made.server.started)
+        yield made
+    finally:
+        made.go.set()
+        made.server.should_exit = True
+        made.thread.join()
 
 
 def metric(url: str, name: str, **labels: str) -> float:
@@ -281,3 +283,8 @@ def test_other_bodies_are_refused() -> None:
     for body in (b"nonsense", b"3", b'{"messages": "text"}', b"[" * 100_000):
         with pytest.raises(BadRequest, match="the body"):
             asked(body)
+
+
+def test_a_name_without_an_address_hides_no_other_server() -> None:
+    with upstream() as server, routed(["dns:no-such-name.invalid:8000", server.url]) as face:
+        assert face.said.startswith("1 of 1 servers")

@@ -14,6 +14,9 @@ ENGINE = {"experiment": "qwen3-30b-a3b", "replicas": 2, "gpus": 2, "model": "/mo
 EVERYTHING = {
     "samplers": [{"experiment": "tiny", "replicas": 2}],
     "engines": [ENGINE],
+    "redis": {"enabled": True, "existingSecret": "redis"},
+    "routers": [{"experiment": "tiny", "to": "samplers", "replicas": 2, "keySecret": "fleet", "webhookSecret": "hook"}],
+    "bridges": [{"experiment": "tiny", "keySecret": "bridge", "tlsSecret": "tls", "policyClaim": "trainer"}],
     "trainer": {"jobset": True},
 }
 

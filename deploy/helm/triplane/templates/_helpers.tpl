@@ -163,6 +163,11 @@ imagePullSecrets:
 - name: instance
   configMap:
     name: {{ .Release.Name }}-instance
+{{ include "triplane.envdKey" . }}
+{{- end }}
+
+{{/* Volume with the key of sandbox servers. */}}
+{{- define "triplane.envdKey" -}}
 - name: envd-key
   secret:
     secretName: {{ .Values.envd.existingSecret }}
@@ -185,4 +190,46 @@ checksum/env: {{ include (print .Template.BasePath "/env.yaml") . | sha256sum }}
 {{- else -}}
 {{ required "postgres.host: give the address of a PostgreSQL server, or set postgres.enabled=true" .Values.postgres.host }}
 {{- end -}}
+{{- end }}
+
+{{/* Peers of a NetworkPolicy: those of the values, else pods of the same namespace. */}}
+{{- define "triplane.peers" -}}
+{{- toYaml (. | default (list (dict "podSelector" dict))) }}
+{{- end }}
+
+{{/* What the router routes to in this release, as YAML: kind, name, address, eventsPort; empty without `to`.
+Call with (dict "root" . "router" VALUES). */}}
+{{- define "triplane.routed" -}}
+{{- $router := .router }}
+{{- with $router.to }}
+{{- $name := print $.root.Release.Name "-" (trimSuffix "s" .) "-" (include "triplane.experiment" $router.experiment) }}
+{{- $found := false }}
+{{- range index $.root.Values . }}
+{{- if eq .experiment $router.experiment }}
+{{- $found = true }}
+{{- if and .scale $router.autoscale }}
+{{- fail (print "routers: " $router.experiment ": autoscale: its engines have scale: true, for steps; leave one out") }}
+{{- end }}
+eventsPort: {{ .eventsPort | default 0 }}
+{{- end }}
+{{- end }}
+{{- if not $found }}
+{{- fail (print "routers: " $router.experiment ": to: " $router.to " has no entry of it; add one, or give servers") }}
+{{- end }}
+name: {{ $name }}
+kind: {{ eq . "samplers" | ternary "Deployment" "StatefulSet" }}
+address: dns:{{ $name }}{{ eq . "samplers" | ternary "-replicas" "" }}.{{ $.root.Release.Namespace }}.svc:8000
+{{- end }}
+{{- end }}
+
+{{/* `replicas` of an entry of samplers or engines, but where a router has KEDA set them.
+Call with (dict "root" . "list" NAME "entry" VALUES). */}}
+{{- define "triplane.replicas" -}}
+{{- $scaled := false }}
+{{- range .root.Values.routers }}
+{{- $scaled = or $scaled (and .autoscale (eq (.to | default "") $.list) (eq .experiment $.entry.experiment)) }}
+{{- end }}
+{{- if not $scaled }}
+replicas: {{ dig "replicas" 1 .entry }}
+{{- end }}
 {{- end }}
