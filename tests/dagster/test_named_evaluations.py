@@ -127,6 +127,7 @@ def test_killed_evaluation_keeps_every_finished_task_and_loses_no_digest(desk: D
     assert desk.json(*asked)["evaluation"] == done["evaluation"], "an undisturbed evaluation gives the same"
 
 
+@pytest.mark.slow
 def test_interrupted_evaluation_says_how_to_go_on_and_goes_on(desk: Desk) -> None:
     asked = ("evaluate", "tiny/base", "--split", "train", "--samples", "16", "--set", "rollouts.concurrency=1")
     interrupted = desk.process(*asked)
