@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from contracts.artifacts import Artifact, ArtifactRef, list_artifacts
+from contracts.artifacts import Artifact, list_artifacts
 from contracts.chat import ChatTokenizer
 from contracts.errors import ArtifactMissing, ConfigError
 from contracts.store import Store
@@ -141,8 +141,13 @@ def is_result_of(evaluation: Evaluation, run: Artifact) -> bool:
     return same_suite and run.manifest.code_version == EVALUATION_RUN_VERSION and wanted == config
 
 
-def row_of(run: Artifact, definitions: Iterable[Evaluation]) -> Row:
-    """A result as JSON-compatible values: pass rate with its interval, measures, costs, contamination."""
+def rows_of(store: Store, runs: Sequence[Artifact], definitions: Sequence[Evaluation]) -> list[Row]:
+    """Results as JSON-compatible values: pass rate with its interval, measures, costs, contamination."""
+    trained = trained_tasks(store, [run.manifest.parents["policy"] for run in runs])
+    return [_row(run, definitions, trained[run.manifest.parents["policy"].digest]) for run in runs]
+
+
+def _row(run: Artifact, definitions: Iterable[Evaluation], trained: set[tuple[str, str]]) -> Row:
     manifest, rewards = run.manifest, run.table("rewards.parquet", ["task_id", "solved"])
     policy, config = manifest.parents["policy"], manifest.config
     temperature, samples = config["rollouts"]["temperature"], run_samples(run)
@@ -161,13 +166,12 @@ def row_of(run: Artifact, definitions: Iterable[Evaluation]) -> Row:
         "measures": measures({} if greedy else samples, samples if greedy else {}, temperature),
         "costs": sampling_costs(run),
         "created_unix": manifest.created_unix,
-        **_contamination(run, policy),
+        **_contamination(run, trained),
     }
 
 
-def _contamination(run: Artifact, policy: ArtifactRef) -> Row:
-    """Which of a run's tasks the policy was trained on, as far as the store knows."""
-    trained = trained_tasks(run.store, policy)
+def _contamination(run: Artifact, trained: set[tuple[str, str]]) -> Row:
+    """Which of a run's tasks are among those that the policy was trained on."""
     columns = run.table("episodes.parquet", ["task_id", "image_digest"]).to_pydict()
     played = set(zip(columns["task_id"], columns["image_digest"], strict=True))
     return {

@@ -10,7 +10,7 @@ from pydantic import Field
 from contracts.artifacts import open_artifact
 from curation.tasks.importing.find import find_suite
 from ops.evaluation import Playing
-from ops.named_evaluations import evaluate_policy, row_of, settings_for
+from ops.named_evaluations import evaluate_policy, rows_of, settings_for
 from ops.policies import stored_policy
 from ops.retries import bounded, step_retries
 from resources.evaluation import load_evaluation
@@ -46,7 +46,8 @@ def evaluation_job() -> dg.JobDefinition:
         policy = open_artifact(opened, stored_policy(opened, "quickstart", config.policy))
         suite, settings = find_suite(opened, evaluation.suite), settings_for(evaluation, policy)
         playing = Playing(opened, settings, sampler, sandboxes, lambda phase, done, total, **numbers: None)
-        row = row_of(evaluate_policy(playing, evaluation, policy, suite), [evaluation])
+        run = evaluate_policy(playing, evaluation, policy, suite)
+        (row,) = rows_of(opened, [run], [evaluation])
         rate, costs = row["pass_rate"], row["costs"]
         metadata = {
             **{name: rate[name] for name in ("low", "high", "solved", "tasks")},

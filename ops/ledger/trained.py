@@ -1,6 +1,8 @@
-"""The tasks that a policy was trained on, itself or through the policies that its training started from."""
+"""The tasks that policies were trained on, themselves or through the policies that their training started from."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 from contracts.artifacts import ArtifactRef
 from contracts.store import Store
@@ -20,13 +22,15 @@ WHERE kept AND m.home IN (SELECT uri FROM made)
 """
 
 
-def trained_tasks(store: Store, policy: ArtifactRef) -> set[tuple[str, str]]:
-    """(task id, digest of the files that it starts from) of every task with an episode that trained the policy, or one
-    of equal weights.
+def trained_tasks(store: Store, policies: Iterable[ArtifactRef]) -> dict[str, set[tuple[str, str]]]:
+    """By digest of the policy, (task id, digest of the files that it starts from) of every task with an episode that
+    trained it, or a policy of equal weights.
 
     Demonstrations of a warm start are not among them. Updates the ledger first.
     """
-    note(store, policy)  # a training without Dagster notes nothing
+    wanted = {policy.digest: policy for policy in policies}
+    for policy in wanted.values():
+        note(store, policy)  # a training without Dagster notes nothing
     update(store)
     with Ledger(store).opened() as (db, _):
-        return set(db.sql(_TRAINED, params={"policy": policy.digest}).fetchall())
+        return {digest: set(db.sql(_TRAINED, params={"policy": digest}).fetchall()) for digest in wanted}

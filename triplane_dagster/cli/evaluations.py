@@ -85,13 +85,13 @@ def list_results(
 
         triplane evaluations list --policy quickstart/live --json
     """
-    from ops.named_evaluations import results, row_of
+    from ops.named_evaluations import results, rows_of
     from ops.policies import stored_policy
 
     store, known = open_store(), [named_evaluation(name)] if name else _definitions()
     digest = stored_policy(store, "quickstart", policy).digest if "/" in policy else policy
     found = results(store, known if name else (), policy=digest, suite=suite, split=split)
-    rows = [row_of(run, known) for run in found[:limit]]
+    rows = rows_of(store, found[:limit], known)
     if as_json:
         print_json(rows)
         return
@@ -113,14 +113,15 @@ def compare(
 
         triplane evaluations compare 3f9c2a71 77ab01c2
     """
-    from ops.named_evaluations import compare_runs, find_run, other_settings, row_of
+    from ops.named_evaluations import compare_runs, find_run, other_settings, rows_of
     from ops.report.comparison import points
 
     store, known = open_store(), _definitions()
     found = [find_run(store, each) for each in runs]
     if len({run.ref.key for run in found}) != len(found) or len(found) < 2:
         raise ConfigError(f"{' '.join(runs)}: give two or more different results")
-    rows = [row_of(run, known) | other for run, other in zip(found, compare_runs(found), strict=True)]
+    compared = compare_runs(found)
+    rows = [row | other for row, other in zip(rows_of(store, found, known), compared, strict=True)]
     if as_json:
         print_json(rows)
         return
@@ -133,9 +134,9 @@ def compare(
 
 def show_result(run: Artifact, *, as_json: bool) -> None:
     """Print one result, with what makes it doubtful as a measure of the policy."""
-    from ops.named_evaluations import row_of
+    from ops.named_evaluations import rows_of
 
-    row = row_of(run, _definitions())
+    (row,) = rows_of(run.store, [run], _definitions())
     if as_json:
         print_json(row)
         return
