@@ -30,12 +30,12 @@ from inference.rollouts import ledger
 from inference.rollouts.ledger import read_ledger
 from ops.ledger.recall import recall
 from resources.evaluation import Evaluation, load_evaluation
-from resources.progress import no_progress
+from resources.experiment import load_experiment
 from resources.refs import require_ref
 from tests.ports import free_port
-from triplane_dagster.assembly import resources_with
+from triplane_dagster.assembly import definitions_for
 from triplane_dagster.cli.app import app
-from triplane_dagster.evaluation_job import evaluation_job
+from triplane_dagster.evaluation_job import JOB
 from triplane_dagster.lineage import trace
 
 TINY = Path(__file__).parent / "tiny.yaml"
@@ -310,11 +310,10 @@ def test_documented_evaluation_file_is_read(desk: Desk) -> None:
 
 def test_job_evaluates_a_policy_under_a_named_evaluation_and_shows_the_result(desk: Desk) -> None:
     row = desk.json("evaluate", "tiny/base", "--split", "gate", "--samples", "2", "--save", "gate2")
-    resources = resources_with(no_progress)
     config = {"ops": {"evaluate_policy": {"config": {"policy": "tiny/0001", "evaluation": "gate2"}}}}
-    done = evaluation_job().execute_in_process(
-        run_config=config, resources={name: resources[name] for name in ("store", "sampler", "sandboxes")}
-    )
+    job = definitions_for([load_experiment(TINY)]).resolve_job_def(JOB)
+    with dg.DagsterInstance.ephemeral() as instance:
+        done = job.execute_in_process(run_config=config, instance=instance)
     (event,) = [each for each in done.all_events if each.event_type == dg.DagsterEventType.ASSET_MATERIALIZATION]
     made = event.step_materialization_data.materialization
     listed = desk.json("evaluations", "list", "--name", "gate2")
