@@ -56,7 +56,7 @@ POINTS: Mapping[str, str] = {
     "episodes-marked": "a mark of quarantined episodes is made or lifted, no dataset is rebuilt",
     "rolled-back": "an earlier policy is live again, no server knows",
     "artifact-described": "an artifact is committed, Dagster has no record of it",
-    "fork-staged": "the file of a fork is written under a temporary name",
+    "file-staged": "a new file of settings is written under a temporary name",
     "reference-written": "an asset's reference is in the store, Dagster has no event",
 }
 """Points with the state of the work there."""

@@ -14,7 +14,7 @@ A run commits every task that is played and graded (contracts.parts): a killed o
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -47,11 +47,10 @@ from inference.rollouts.runner import play_groups
 from ops.floor import compare_with_floor, find_floor
 from ops.loading import load_tasks, load_tokenizer, split_tasks
 from ops.readings import EVALUATION_SLOTS, WHO, Reading, readings_of
-from ops.rewards import ungraded_allowed
 from ops.spec import Work
 from ops.step import Step
 from resources.errors import EvaluationIncomplete
-from resources.experiment import Experiment
+from resources.evaluation import PlaySettings
 from resources.loops import run_async
 from resources.sampler import SamplerResource
 from resources.sandboxes import SandboxesResource
@@ -105,12 +104,12 @@ def compare(candidate: Artifact, parent: Artifact, confidence: float) -> dict[st
 
 def measure(runs: Mapping[str, Artifact], who: str, split: str, temperature: float) -> dict[str, Any]:
     """pass@1 greedy and sampled at `temperature`, maj@k and pass@k of a policy on a split."""
-    return measures(_samples(runs[f"{who}_{split}"]), _samples(runs.get(f"{who}_{split}_greedy")), temperature)
+    greedy = runs.get(f"{who}_{split}_greedy")
+    return measures(run_samples(runs[f"{who}_{split}"]), run_samples(greedy) if greedy else {}, temperature)
 
 
-def _samples(run: Artifact | None) -> dict[str, list[Sample]]:
-    if run is None:
-        return {}
+def run_samples(run: Artifact) -> dict[str, list[Sample]]:
+    """Graded samples of a run by task."""
     episodes = run.table("episodes.parquet", ["episode_id", "task_id", "final_diff"])
     return read_samples(episodes, run.table("rewards.parquet", ["episode_id", "solved"]))
 
@@ -129,11 +128,13 @@ class Playing:
     """What the readings of policies are played with."""
 
     store: Store
-    experiment: Experiment
+    settings: PlaySettings
     sampler: SamplerResource
     sandboxes: SandboxesResource
     show: Callable[..., None]
     """Called with (phase, done, total) and measurements by name, as StepProgress.update."""
+    prepare: Callable[[Player, Sequence[Task]], Awaitable[None]] | None = None
+    """Called with the tasks of missing readings before they are played; an error ends the call."""
 
 
 def play_splits(
@@ -151,7 +152,7 @@ def play_readings(
     found: dict[str, Artifact] = {}
     missing: list[Reading] = []
     for each in readings:
-        run = each.work(playing.store, playing.experiment, policy, suite).find()
+        run = each.work(playing.store, playing.settings, policy, suite).find()
         if run is None:
             missing.append(each)
         else:
@@ -164,22 +165,24 @@ def play_readings(
 async def _play(
     playing: Playing, policy: ArtifactRef, suite: ArtifactRef, readings: list[Reading]
 ) -> dict[str, Artifact]:
-    experiment, checkpoint = playing.experiment, open_artifact(playing.store, policy)
+    settings, checkpoint = playing.settings, open_artifact(playing.store, policy)
     async with (
-        playing.sandboxes.client(experiment.sandboxes) as client,
-        playing.sampler.lease(checkpoint, "evaluation", experiment.evaluation_engine) as engine,
+        playing.sandboxes.client(settings.sandboxes) as client,
+        playing.sampler.lease(checkpoint, "evaluation", settings.evaluation_engine) as engine,
     ):
         player = Player.of(
             engine,
             client,
-            load_tokenizer(experiment, checkpoint),
-            experiment.rollouts,
+            load_tokenizer(settings, checkpoint),
+            settings.rollouts,
             policy_version=policy.digest,
             key="",  # each reading has its own
-            limits=experiment.sandboxes.limits.limits(),
+            limits=settings.sandboxes.limits.limits(),
             store=playing.store,
         )
         tasks, verifier = load_tasks(playing.store, suite), Verifier(client, playing.store)
+        if playing.prepare is not None:
+            await playing.prepare(player, [task for each in readings for task in split_tasks(tasks, each.split)])
         try:
             async with asyncio.TaskGroup() as running:
                 started = {
@@ -187,7 +190,7 @@ async def _play(
                         _play_reading(
                             playing,
                             each,
-                            each.work(playing.store, experiment, policy, suite),
+                            each.work(playing.store, settings, policy, suite),
                             player,
                             tasks,
                             verifier,
@@ -214,11 +217,11 @@ async def _play_reading(
         reading.samples,
         experiment=EVALUATION_SLOTS,
         split=reading.split,
-        seed=playing.experiment.seed,
+        seed=playing.settings.seed,
         key=work.key,
     )
     config = player.config.model_copy(update={"temperature": temperature, "record_routing": False})
-    parts, allowed = Parts(playing.store, work.kind, work.key, TABLES.values()), ungraded_allowed(playing.experiment)
+    parts, allowed = Parts(playing.store, work.kind, work.key, TABLES.values()), playing.settings.ungraded_allowed
     commits = _TaskCommits(parts, await asyncio.to_thread(parts.read), tasks, verifier, allowed)
     played = await play_groups(replace(player, config=config, key=work.key), groups, commits, Meter(0, show))
     return await asyncio.to_thread(_commit_run, work, parts, reading, played, allowed)

@@ -10,7 +10,7 @@ from contracts.chat import ChatTokenizer
 from contracts.store import Store
 from contracts.suites import read_suite
 from contracts.tasks import Split, Task
-from resources.experiment import Experiment
+from resources.evaluation import PlaySettings
 
 _FILE = "tasks.parquet"
 _parsed: dict[str, Mapping[str, Task]] = {}
@@ -35,6 +35,6 @@ def split_tasks(tasks: Mapping[str, Task], split: Split) -> list[Task]:
     return [task for task in tasks.values() if task.split == split]
 
 
-def load_tokenizer(experiment: Experiment, policy: Artifact) -> ChatTokenizer:
-    """Tokenizer of a checkpoint, which writes tool calls as the experiment's base policy does."""
-    return ChatTokenizer.from_directory(policy.directory(), spaced=experiment.base.spaced)
+def load_tokenizer(settings: PlaySettings, policy: Artifact) -> ChatTokenizer:
+    """Tokenizer of a policy, which writes tool calls as these settings say."""
+    return ChatTokenizer.from_directory(policy.directory(), spaced=settings.spaced)

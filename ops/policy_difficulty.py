@@ -5,28 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from contracts.artifacts import Artifact, ArtifactRef, open_artifact
-from contracts.store import Store
 from contracts.tasks import Split
 from curation.statistics import solved_by_task
 from curation.tasks.difficulty.table import make_difficulty
 from ops.evaluation import Playing, play_readings
-from ops.inputs import find_checkpoint
 from ops.loading import load_tasks, split_tasks
 from ops.readings import Reading
-from resources.experiment import Experiment
-from resources.refs import require_ref
-from resources.registry import Registry
-
-
-def named_policy(store: Store, experiment: Experiment, name: str) -> ArtifactRef:
-    """The checkpoint that `name` says: live, base, or the beginning of a digest.
-
-    Raises RegistryError or NotMaterialized.
-    """
-    if name not in ("live", "base"):
-        return find_checkpoint(store, name)
-    live = Registry(store, experiment.name).live() if name == "live" else None
-    return live.policy if live else require_ref(store, experiment.name, "base_policy")
 
 
 def policy_difficulty(

@@ -21,7 +21,8 @@ from curation.tasks.suite import TaskSuiteConfig
 from inference.engines.config import EngineConfig
 from inference.rollouts import ROLLOUTS_VERSION
 from ops.spec import Work
-from resources.experiment import Experiment, ImportedBase
+from resources.evaluation import PlaySettings
+from resources.experiment import Experiment
 
 EVALUATION_RUN = "evaluation_run"
 EVALUATION_RUN_VERSION = f"{ROLLOUTS_VERSION}+{REWARDS_VERSION}"
@@ -50,19 +51,19 @@ class Reading:
         """Suffix of the roles, e.g. held_out_greedy."""
         return f"{self.split.value}_greedy" if self.greedy else self.split.value
 
-    def slice(self, experiment: Experiment) -> dict[str, Any]:
+    def slice(self, settings: PlaySettings) -> dict[str, Any]:
         """Settings that affect the run, beyond policy and suite; none of grouping, rewards or training."""
-        rollouts = experiment.rollouts.model_dump(mode="json", exclude=_GROUPING)
+        rollouts = settings.rollouts.model_dump(mode="json", exclude=_GROUPING)
         return {
-            **sampling_slice(experiment, experiment.evaluation_engine),
+            **sampling_slice(settings, settings.evaluation_engine),
             "split": self.split.value,
             "samples": self.samples,
             "rollouts": {**rollouts, "temperature": 0.0} if self.greedy else rollouts,
         }
 
-    def work(self, store: Store, experiment: Experiment, policy: ArtifactRef, suite: ArtifactRef) -> Work:
+    def work(self, store: Store, settings: PlaySettings, policy: ArtifactRef, suite: ArtifactRef) -> Work:
         """The run of a policy."""
-        parents, config = {"policy": policy, "task_suite": suite}, self.slice(experiment)
+        parents, config = {"policy": policy, "task_suite": suite}, self.slice(settings)
         inputs = {role: ref.digest for role, ref in parents.items()}
         key = action_key(EVALUATION_RUN, inputs, config, EVALUATION_RUN_VERSION)
         return Work(store, EVALUATION_RUN, key, parents, config, EVALUATION_RUN_VERSION)
@@ -115,12 +116,12 @@ def require_splits(store: Store, experiment: Experiment, suite: ArtifactRef | No
     )
 
 
-def sampling_slice(experiment: Experiment, engine: EngineConfig) -> dict[str, Any]:
+def sampling_slice(settings: PlaySettings, engine: EngineConfig) -> dict[str, Any]:
     """Settings that affect an episode that an engine samples, beyond those of the agent loop."""
     return {
         "engine": engine.implementation,
-        "sandbox_limits": experiment.sandboxes.limits.model_dump(mode="json"),
-        "spaced": experiment.base.spaced,
-        "seed": experiment.seed,
-        **({"chat_version": CHAT_VERSION} if isinstance(experiment.base, ImportedBase) else {}),
+        "sandbox_limits": settings.sandboxes.limits.model_dump(mode="json"),
+        "spaced": settings.spaced,
+        "seed": settings.seed,
+        **({"chat_version": CHAT_VERSION} if settings.imported else {}),
     }

@@ -15,7 +15,6 @@ from curation.statistics import pass_rate
 from curation.verify import Verifier
 from ops.loading import load_tasks, load_tokenizer
 from ops.step import Step
-from resources.experiment import Experiment
 from resources.loops import run_async
 from resources.sandboxes import SandboxesResource
 
@@ -45,21 +44,11 @@ async def _grade(step: Step, sandboxes: SandboxesResource) -> Graded:
             open_artifact(step.store, step.parent("rollouts")),
             load_tasks(step.store, step.parent("task_suite")),
             Verifier(client, step.store),
-            experiment.rewards.model_copy(update={"max_ungraded": ungraded_allowed(experiment)}),
+            experiment.rewards.model_copy(update={"max_ungraded": experiment.ungraded_allowed}),
             lambda done, total: step.progress.update("grading", done, total),
             store=step.store,
             tokenizer=tokenizer,
         )
-
-
-def ungraded_allowed(experiment: Experiment) -> float:
-    """Share of the episodes that may remain ungraded.
-
-    None where the same rollouts must always get the same rewards: deterministic, no judges.
-    """
-    if experiment.rollouts.profile == "deterministic" and not experiment.rewards.asked:
-        return 0.0
-    return experiment.rewards.max_ungraded
 
 
 def _facts(table: pa.Table, config: RewardConfig) -> dict[str, Any]:

@@ -408,6 +408,26 @@ class Experiment(Section):
         return self.evaluation.engine or self.engine
 
     @property
+    def spaced(self) -> bool:
+        """Whether policies write tool calls with blanks and newlines, as Qwen writes them."""
+        return self.base.spaced
+
+    @property
+    def imported(self) -> bool:
+        """Whether policies descend from an imported one."""
+        return isinstance(self.base, ImportedBase)
+
+    @property
+    def ungraded_allowed(self) -> float:
+        """Share of the episodes that may remain ungraded.
+
+        None where the same rollouts must always get the same rewards: deterministic, no judges.
+        """
+        if self.rollouts.profile == "deterministic" and not self.rewards.asked:
+            return 0.0
+        return self.rewards.max_ungraded
+
+    @property
     def engines(self) -> dict[str, EngineConfig]:
         """The engines that are named, by the setting that names them."""
         named = {"engine": self.engine, "evaluation.engine": self.evaluation.engine}
@@ -469,7 +489,7 @@ def parse_experiment(values: dict[str, Any], source: str = "experiment") -> Expe
     try:
         return Experiment.model_validate(values)
     except ValidationError as error:
-        raise ExperimentError(explain(error, Experiment, source)) from None
+        raise ExperimentError(explain(error, Experiment, f"experiment {source}")) from None
 
 
 def find_experiments(folder: Path) -> list[Path]:

@@ -84,7 +84,9 @@ def _value(text: str, override: str) -> Any:
 
 
 def explain(error: ValidationError, model: type[BaseModel], source: str) -> str:
-    """One line per error: field, value, problem and, for an unknown key, the most similar known key."""
+    """One line per error: field, value, problem and, for an unknown key, the most similar known key. source: of the
+    values, such as "experiment quickstart.yaml".
+    """
     lines = []
     for fault in error.errors():
         path = _without_tags(model, fault["loc"])
@@ -94,7 +96,7 @@ def explain(error: ValidationError, model: type[BaseModel], source: str) -> str:
             continue
         message = fault["msg"].removeprefix("Value error, ")
         lines.append(f"{where} = {_shown(where, fault['input'])}: {message}" if where else message)
-    return f"experiment {source}: " + "; ".join(lines)
+    return f"{source}: " + "; ".join(lines)
 
 
 def _shown(where: str, value: Any) -> str:

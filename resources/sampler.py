@@ -17,7 +17,7 @@ from pydantic import PrivateAttr
 
 from contracts.artifacts import Artifact
 from inference.engines import Engine, open_engine
-from inference.engines.config import BuiltinConfig, EngineConfig, VllmConfig
+from inference.engines.config import OUTSIDE_POLICY, BuiltinConfig, EngineConfig, VllmConfig
 from inference.errors import OtherArchitecture
 
 if TYPE_CHECKING:
@@ -50,10 +50,16 @@ class SamplerResource(dg.ConfigurableResource[Any]):
 
     @asynccontextmanager
     async def lease(self, policy: Artifact, role: Role, config: EngineConfig) -> AsyncIterator[Engine]:
-        """Lease an engine that serves `policy` (a checkpoint) until the block ends.
+        """Lease an engine that serves `policy` (a checkpoint, or an `outside_policy`) until the block ends.
 
         The engine's version is the policy's content digest.
         """
+        if policy.ref.kind == OUTSIDE_POLICY:
+            from inference.engines.outside import open_outside
+
+            async with open_outside(policy, config) as outside:
+                yield outside
+            return
         if isinstance(config, BuiltinConfig):
             yield await self._builtin(policy, config)
             return

@@ -17,6 +17,7 @@ from resources.store import StoreResource
 from resources.training_launcher import TrainingLauncher
 from triplane_dagster.alerts import alert_on_failure
 from triplane_dagster.broken_files import BrokenFile, broken_assets
+from triplane_dagster.evaluation_job import evaluation_job
 from triplane_dagster.executors import step_executor
 from triplane_dagster.experiment_files import experiments_folder, load_folder
 from triplane_dagster.freshness import with_freshness
@@ -69,6 +70,7 @@ def definitions_for(
             *(job for jobs in halves for job in jobs),
             *trainings,
             *(rollback_job(experiment) for experiment in experiments),
+            evaluation_job(),
         ],
         schedules=[nightly(experiment, job) for experiment, job in zip(experiments, trainings, strict=True)],
         sensors=[

@@ -23,6 +23,11 @@ def experiments_folder() -> Path:
     return here if here.is_dir() else Path(__file__).resolve().parents[1] / "experiments"
 
 
+def evaluations_folder() -> Path:
+    """Folder of the files of named evaluations, in that of the experiments."""
+    return experiments_folder() / "evaluations"
+
+
 @dataclass(frozen=True)
 class Loaded:
     """The experiment files of a folder."""

@@ -5,14 +5,13 @@ SOURCE/ITERATION + overrides -> experiments/NAME.yaml, which extends the source'
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from contracts.failpoints import failpoint
+from contracts.new_files import write_new
 from contracts.pointers import pointer_folders
 from contracts.store import Store
 from inference.engines.config import SglangConfig, VllmConfig
@@ -40,18 +39,10 @@ class Fork:
 
     def write(self) -> None:
         """Write the file; a killed writer leaves nothing under its name. Raises ExperimentError if there is one."""
-        staged = self.path.with_name(f".{self.path.stem}.{os.getpid()}.part")
         try:
-            with staged.open("w", encoding="utf-8") as file:
-                file.write(self.text)
-                file.flush()
-                os.fsync(file.fileno())
-            failpoint("fork-staged")
-            os.link(staged, self.path)
+            write_new(self.path, self.text)
         except FileExistsError:
             raise _taken(self.path.stem, str(self.path)) from None
-        finally:
-            staged.unlink(missing_ok=True)
 
 
 def plan_fork(store: Store, source: Path, iteration: str, name: str, overrides: list[str], replay: int) -> Fork:

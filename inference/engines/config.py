@@ -20,6 +20,8 @@ CONNECTIONS = 256
 TIMEOUT_S = 600.0
 RETRIES = 4
 """Defaults of the clients of engine servers."""
+OUTSIDE_POLICY = "outside_policy"
+"""Kind of artifact that stands for a policy at a server, whose weights the store lacks; see engines/outside.py."""
 
 
 class _Config(BaseModel):

@@ -95,7 +95,7 @@ class OpenAIEngine:
             "stop_token_ids": list(params.stop_token_ids),
             "return_token_ids": True,
         }
-        if await self._is_ours():
+        if await self.is_ours():
             body["policy_version"] = self._required
         else:
             body |= {"seed": mixed_seed(params.seed, len(prompt_ids)), "top_k": -1}
@@ -103,7 +103,7 @@ class OpenAIEngine:
 
     async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> list[float]:
         """See Engine.score. vLLM supports temperature 1 only."""
-        if await self._is_ours():
+        if await self.is_ours():
             body = {"token_ids": list(token_ids), "temperature": temperature, "policy_version": self._required}
             return list((await self._client.call("POST", "/score", body))["logprobs"])
         if temperature != 1.0:
@@ -121,7 +121,7 @@ class OpenAIEngine:
 
     async def load_weights(self, directory: Path, version: str) -> None:
         """See Engine.load_weights. The server must be Triplane's, and be able to read `directory`."""
-        if not await self._is_ours():
+        if not await self.is_ours():
             raise EngineError(f"{self._base} is not a Triplane server: restart it with {directory} to serve {version}")
         await self._client.call("POST", "/load_weights", {"directory": str(directory.absolute()), "version": version})
         self._version = version
@@ -135,6 +135,13 @@ class OpenAIEngine:
         policy = await self._policy()
         return str(policy["version"]) if self._own else self._version or str(policy["id"])
 
+    async def count(self, text: str) -> int:
+        """Number of tokens that the server makes of a text without markup. It samples one token."""
+        body: dict[str, Any] = {"model": self._model, "prompt": text, "max_tokens": 1}
+        if not await self.is_ours():
+            body["add_special_tokens"] = False
+        return int((await self._client.call("POST", "/completions", body))["usage"]["prompt_tokens"])
+
     async def close(self) -> None:
         """See Engine.close. The server keeps running."""
         await self._client.close()
@@ -144,7 +151,8 @@ class OpenAIEngine:
         """Version that Triplane's server must serve; None: any."""
         return self._version if self._pinned else None
 
-    async def _is_ours(self) -> bool:
+    async def is_ours(self) -> bool:
+        """Whether the server is Triplane's."""
         if self._own is None:
             await self._policy()
         return bool(self._own)

@@ -49,7 +49,7 @@ def compare(store: Store, experiments: Sequence[str]) -> list[Row]:
                         "experiments": {
                             name: _rate(run, place - offsets[name]) if run else None for name, run in at.items()
                         },
-                        "differences": {name: _difference(at[experiments[0]], at[name]) for name in experiments[1:]},
+                        "differences": {name: difference(at[experiments[0]], at[name]) for name in experiments[1:]},
                     }
                 )
     return rows
@@ -57,20 +57,6 @@ def compare(store: Store, experiments: Sequence[str]) -> list[Row]:
 
 def cells(row: Row) -> dict[str, str]:
     """A row as text by column."""
-
-    def percent(found: Row | None) -> str:
-        if found is None or found["rate"] is None:
-            return "-"
-        return f"{found['rate']:.1%} [{found['low']:.0%}, {found['high']:.0%}]"
-
-    def points(found: Row | None) -> str:
-        if found is None:
-            return "-"
-        if found["why"]:
-            return str(found["why"])
-        mean, low, high = (f"{100 * found[each]:+.1f}" for each in ("mean", "low", "high"))
-        return f"{mean} [{low}, {high}], {found['n']} tasks"
-
     own = row["experiments"]
     return {
         "iteration": " / ".join(found["iteration"] if found else "-" for found in own.values()),
@@ -78,6 +64,23 @@ def cells(row: Row) -> dict[str, str]:
         **{name: percent(found) for name, found in own.items()},
         **{f"{name}: difference in points": points(found) for name, found in row["differences"].items()},
     }
+
+
+def percent(found: Row | None) -> str:
+    """A pass rate or a measure with its interval; - for none."""
+    if found is None or found["rate"] is None:
+        return "-"
+    return f"{found['rate']:.1%} [{found['low']:.0%}, {found['high']:.0%}]"
+
+
+def points(found: Row | None) -> str:
+    """A paired difference with its interval, in percentage points; - for none."""
+    if found is None:
+        return "-"
+    if found["why"]:
+        return str(found["why"])
+    mean, low, high = (f"{100 * found[each]:+.1f}" for each in ("mean", "low", "high"))
+    return f"{mean} [{low}, {high}], {found['n']} tasks"
 
 
 def page(experiments: Sequence[str], rows: Sequence[Row]) -> bytes:
@@ -156,7 +159,7 @@ def _rate(run: Artifact, number: int) -> Row:
     return {"iteration": iteration_key(number), "policy": run.manifest.parents["policy"].digest, **rate}
 
 
-def _difference(first: Artifact | None, other: Artifact | None) -> Row | None:
+def difference(first: Artifact | None, other: Artifact | None) -> Row | None:
     """Paired difference from the first; without numbers, but with `why`, if the runs can't be paired."""
     if first is None or other is None:
         return None

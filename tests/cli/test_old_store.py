@@ -73,6 +73,8 @@ def test_episodes_lineage_tasks_and_the_report_are_read(read: Run, tmp_path: Pat
     rows = json.loads(read("episodes", "list", "-e", "old", "--json").stdout)
     assert len(rows) == 20 and {row["solved"] for row in rows} == {False}
     episode = rows[0]["episode"]
+    results = json.loads(read("evaluations", "list", "--json").stdout)
+    assert results and {row["split"] for row in results} <= {"gate", "held_out"}
     shown = json.loads(read("episodes", "show", episode, "--json").stdout)
     assert shown["episode"] == episode and shown["datasets"] and shown["failure"] is None
     assert "made into" in read("lineage", episode).stdout

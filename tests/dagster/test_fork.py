@@ -285,7 +285,7 @@ def test_a_killed_fork_leaves_no_experiment_and_deleting_one_leaves_its_source(s
         "--as",
         "exp2",
     ]
-    killed = subprocess.run(command, env={**os.environ, "TRIPLANE_KILL_AT": "fork-staged"}, check=False, timeout=120)
+    killed = subprocess.run(command, env={**os.environ, "TRIPLANE_KILL_AT": "file-staged"}, check=False, timeout=120)
     assert killed.returncode < 0 and [each.name for each in Path("experiments").glob("*.yaml")] == ["tiny.yaml"]
     fork("tiny/0000", "--as", "exp2")
     assert yaml.safe_load(Path("experiments/exp2.yaml").read_text())["extends"] == "tiny.yaml"

@@ -13,9 +13,17 @@ from typing import Any
 
 import pytest
 
-from inference.engines import OpenAIConfig, open_engine
+from contracts.artifacts import Artifact
+from contracts.chat import ChatTokenizer
+from contracts.errors import ConfigError
+from contracts.store import open_store
+from curation.tasks.suite import TaskSuiteConfig
+from curation.tokenizer import build_tokenizer
+from inference.engines import BuiltinConfig, OpenAIConfig, open_engine
 from inference.engines.base import SamplingParams
-from inference.errors import StaleVersion
+from inference.engines.outside import OutsideEngine, connected, open_outside
+from inference.errors import EngineError, StaleVersion
+from ops import policies
 
 pytestmark = pytest.mark.anyio
 SERVED = "/checkpoints/served"
@@ -31,9 +39,10 @@ class _Server(BaseHTTPRequestHandler):
         self._reply({"object": "list", "data": [card]})
 
     def do_POST(self) -> None:
-        seed = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["seed"]
-        choice = {"token_ids": [seed % 65_537], "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "length"}
-        self._reply({"model": "policy", "choices": [choice]})
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        token = body.get("seed", 0) % 65_537
+        choice = {"token_ids": [token], "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "length"}
+        self._reply({"model": body["model"], "choices": [choice], "usage": {"prompt_tokens": len(body["prompt"])}})
 
     def _reply(self, reply: dict[str, Any]) -> None:
         body = json.dumps(reply).encode()
@@ -78,3 +87,38 @@ async def test_turns_of_one_episode_get_random_numbers_of_their_own(address: str
     drawn = [(await engine.generate([1] * length, params)).token_ids[0] for length in (1, 2, 3, 3)]
     assert len(set(drawn)) == 3 and drawn[2] == drawn[3]
     await engine.close()
+
+
+@pytest.fixture
+def outside(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Artifact:
+    """What stands for the server's policy."""
+    store = open_store(str(tmp_path))
+    tokenizer = build_tokenizer(TaskSuiteConfig(train=1, gate=1, held_out=1, unseen=1), store).directory()
+    server = OpenAIConfig(base_url=address)
+    with pytest.raises(ConfigError, match="has no model 'other', its first one is 'policy'"):
+        policies.outside_policy(store, server, "other", tokenizer)
+    with pytest.raises(ConfigError, match=f"the tokenizer in {tokenizer} is not that of 'policy'"):
+        policies.outside_policy(store, server, None, tokenizer)  # the server counts characters
+    text = policies._SAMPLE
+    monkeypatch.setattr(policies, "_SAMPLE", next(text[:n] for n in range(1, 99) if _tokens(tokenizer, text[:n]) == n))
+    return policies.outside_policy(store, server, None, tokenizer)
+
+
+def _tokens(tokenizer: Path, text: str) -> int:
+    return len(ChatTokenizer.from_directory(tokenizer).encode_text(text))
+
+
+async def test_tokens_of_an_outside_policy_have_its_digest(address: str, outside: Artifact) -> None:
+    assert outside.json("policy.json") == {"model": "policy", "version": "policy", "pinned": False}
+    async with open_outside(outside, OpenAIConfig(base_url=address)) as engine:
+        made = await engine.generate([1, 2], SamplingParams(1.0, 4, seed=0))
+        assert made.spans == [(outside.ref.digest, 0, 1)] and await engine.version() == outside.ref.digest
+    with pytest.raises(EngineError, match="name it by the server's URL"):
+        async with open_outside(outside, BuiltinConfig()):
+            pass
+
+
+async def test_tokens_of_another_model_are_never_taken_for_an_outside_policy(address: str, outside: Artifact) -> None:
+    async with connected(OpenAIConfig(base_url=address), "renamed") as inner:
+        with pytest.raises(StaleVersion, match="samples with 'renamed' now, the policy is 'policy'"):
+            await OutsideEngine(inner, "policy", outside.ref.digest).generate([1], SamplingParams(1.0, 4, seed=0))

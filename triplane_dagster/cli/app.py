@@ -12,6 +12,8 @@ from triplane_dagster.cli import (
     compare,
     doctor,
     episodes,
+    evaluate,
+    evaluations,
     experiments,
     fleet,
     fork,
@@ -60,6 +62,8 @@ app = typer.Typer(
 
         triplane episodes list          # what the policy did
 
+        triplane evaluate NAME/0003     # pass rate of any policy on any suite
+
         triplane lineage <digest>       # what made it, what was made from it
 
         triplane recall --task <id>     # which policies were trained on it, and whether one is live
@@ -92,6 +96,8 @@ app.command()(plan.plan)
 app.command()(place.place)
 app.command()(status.status)
 app.add_typer(episodes.app, name="episodes")
+app.command()(evaluate.evaluate)
+app.add_typer(evaluations.app, name="evaluations")
 app.command()(lineage.lineage)
 app.command()(recall.recall)
 app.command()(quarantine.quarantine)

@@ -28,7 +28,9 @@ def difficulty(
     ] = None,
     policy: Annotated[
         str | None,
-        typer.Option(help="live, base, or the digest of a checkpoint, played with the experiment's settings."),
+        typer.Option(
+            help="live, base, NAME/0003, or the digest of a checkpoint, played with the experiment's settings."
+        ),
     ] = None,
     samples: Annotated[int, typer.Option(min=1, max=1024, help="Episodes per task.")] = 8,
     k: Annotated[int, typer.Option("--k", "-k", min=1, max=1024, help="k of pass@k; at most --samples.")] = 1,
@@ -81,6 +83,7 @@ def _of_agent(
     from curation.tasks.agents import agent_identity, agent_named
     from curation.tasks.difficulty.playing import AgentRun, run_agent, run_outcomes
     from curation.tasks.difficulty.table import make_difficulty
+    from resources.progress import Progress
     from resources.sandboxes import SandboxesResource
     from triplane_dagster.cli.bars import Bars
 
@@ -96,7 +99,7 @@ def _of_agent(
                 tasks,
                 suite.store,
                 client,
-                lambda done, total: _show(bars, "playing", done, total),
+                lambda done, total: bars(Progress("difficulty", None, "playing", done, total)),
             )
 
     try:
@@ -109,28 +112,14 @@ def _of_agent(
 
 
 def _of_policy(name: str, suite: Artifact, tasks: list[Task], experiment: Experiment, samples: int, k: int) -> Artifact:
-    from ops.evaluation import Playing
-    from ops.policy_difficulty import named_policy, policy_difficulty
-    from resources.sampler import SamplerResource
-    from resources.sandboxes import SandboxesResource
-    from triplane_dagster.cli.bars import Bars
+    from ops.policies import stored_policy
+    from ops.policy_difficulty import policy_difficulty
+    from triplane_dagster.cli.playing import playing
 
-    policy = named_policy(suite.store, experiment, name)
-    sampler, sandboxes = SamplerResource(), SandboxesResource()
+    policy = stored_policy(suite.store, experiment.name, name)
     splits = [split for split in Split if any(task.split == split for task in tasks)]
-    try:
-        with Bars() as bars:
-            playing = Playing(
-                suite.store,
-                experiment,
-                sampler,
-                sandboxes,
-                lambda phase, done, total, **numbers: _show(bars, phase, done, total, numbers),
-            )
-            return policy_difficulty(playing, policy, suite.ref, splits, samples, k)
-    finally:
-        sampler.close()
-        sandboxes.close()
+    with playing(suite.store, experiment, "difficulty") as opened:
+        return policy_difficulty(opened, policy, suite.ref, splits, samples, k)
 
 
 def _print(made: Artifact, limit: int, *, as_json: bool) -> None:
@@ -167,9 +156,3 @@ def _print(made: Artifact, limit: int, *, as_json: bool) -> None:
 
 def _rate_text(row: dict[str, Any]) -> str:
     return "" if row["rate"] is None else f"{row['rate']:.3f} [{row['low']:.3f}, {row['high']:.3f}]"
-
-
-def _show(bars: Bars, phase: str, done: float, total: float | None, numbers: dict[str, float] | None = None) -> None:
-    from resources.progress import Progress
-
-    bars(Progress("difficulty", None, phase, done, total, numbers or {}))
