@@ -123,14 +123,14 @@ def in_step(
     except BaseException:
         if stop is not None:
             stop()
-            worker.join(_STOP_S)
+            worker.over.wait(_STOP_S)
         raise
 
 
 def _result(worker: _Worker[_Result], exchange: Exchange) -> _Result:
     poll = _FIRST_POLL_S
     while True:
-        worker.join(poll)
+        worker.over.wait(poll)
         poll = min(2 * poll, POLL_S)
         every = exchange(worker.state)
         if worker.error is not None:
@@ -151,6 +151,8 @@ class _Worker(threading.Thread, Generic[_Result]):
         self.results: list[_Result] = []
         self.error: BaseException | None = None
         self.state = _BUSY
+        self.over = threading.Event()
+        """Set at the end. Unlike `join`, a wait for it may be interrupted by a signal and repeated."""
 
     def run(self) -> None:
         try:
@@ -159,6 +161,8 @@ class _Worker(threading.Thread, Generic[_Result]):
         except BaseException as error:  # noqa: BLE001 - `in_step` raises it in its own thread
             self.error = error
             self.state = f"{_FAILED}{describe(error) if isinstance(error, OSError) else error}"
+        finally:
+            self.over.set()
 
 
 class _Placing:

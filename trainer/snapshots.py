@@ -68,8 +68,7 @@ class Snapshots:
         writing, self._writing = self._writing, None
         if writing is not None:
             stopped = (error is not None and not isinstance(error, Exception)) or isinstance(error, TrainingStopped)
-            writing.join(STOP_S if stopped else FAIL_S)
-            if writing.is_alive():
+            if not writing.over.wait(STOP_S if stopped else FAIL_S):
                 writing.abandon()
 
     def due(self, step: int) -> bool:
@@ -121,7 +120,7 @@ class Snapshots:
         """Wait for the snapshot that is being written. Raises its error, if it had one."""
         writing = self._writing
         if writing is not None:
-            writing.join()  # a signal may end this
+            writing.over.wait()  # a signal may end this
             self._writing = None
             writing.require_success()
 
@@ -178,6 +177,8 @@ class _Writing(threading.Thread):
         super().__init__(name="trainer-snapshot", daemon=True)
         self._snapshots, self._out, self._state, self._earlier = snapshots, out, state, earlier
         self._error: BaseException | None = None
+        self.over = threading.Event()
+        """Set at the end. Unlike `join`, a wait for it may be interrupted by a signal and repeated."""
 
     def run(self) -> None:
         """Write, commit, and remove the earlier snapshots."""
@@ -191,6 +192,8 @@ class _Writing(threading.Thread):
             self._snapshots.drop(self._earlier)
         except BaseException as error:  # noqa: BLE001 - `require_success` raises it in the thread that trains
             self._error = error
+        finally:
+            self.over.set()
 
     def require_success(self) -> None:
         """Raise the error of the write, if there was one."""

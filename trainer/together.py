@@ -13,8 +13,10 @@ from trainer.errors import RanksLost
 from trainer.ranks import Ranks
 
 _FIRST_POLL_S = 0.02
-_TOLD_S = 2 * POLL_S
-"""Longest that a rank that failed waits for the others to hear of it, in seconds."""
+_TOLD_S = 3 * POLL_S
+"""Longest that a rank that failed waits for the others to hear of it, in seconds: the exchange that runs, the one with
+the failure, and a margin.
+"""
 _BUSY, _DONE, _FAILED = "busy", "done", "failed: "
 
 
@@ -32,12 +34,13 @@ def together(ranks: Ranks) -> Iterator[None]:
     reports.start()
     try:
         yield
+        reports.end(_DONE)
+        reports.over.wait()
     except BaseException as error:
         reports.end(f"{_FAILED}{error}")
-        reports.join(_TOLD_S)  # torch aborts a process that ends in an exchange; the other ranks may be gone, though
+        # torch aborts a process that ends in an exchange; the other ranks may be gone, though
+        reports.over.wait(_TOLD_S)
         raise
-    reports.end(_DONE)
-    reports.join()
     if reports.error is not None:
         raise reports.error
 
@@ -48,6 +51,8 @@ class _Reports(threading.Thread):
     def __init__(self, ranks: Ranks) -> None:
         super().__init__(name="rank-reports", daemon=True)
         self._ranks, self._state, self._ended = ranks, _BUSY, threading.Event()
+        self.over = threading.Event()
+        """Set after the last exchange. Unlike `join`, a wait for it may be interrupted by a signal and repeated."""
         self.error: Exception | None = None
 
     def end(self, state: str) -> None:
@@ -67,3 +72,4 @@ class _Reports(threading.Thread):
                         raise RanksLost(self._ranks.rank, self._ranks.count, f"rank {rank} {state}")
             except Exception as error:  # noqa: BLE001 - `together` raises it in the thread that trains
                 self.error = error
+        self.over.set()

@@ -57,6 +57,15 @@ def read_key(path: Path) -> str:
     return key
 
 
+def read_named_key(variable: str) -> str | None:
+    """The first key of the file that an environment variable names; None: it is not set. Raises ConfigError."""
+    named = os.environ.get(variable)
+    try:
+        return read_key(Path(named)) if named else None
+    except ConfigError as error:
+        raise ConfigError(f"{variable}: {error}") from error
+
+
 def read_secret(path: Path) -> bytes:
     """A certificate's or key's file. Raises ConfigError, one line, when it can't be read."""
     try:

@@ -12,6 +12,7 @@ while it loads a policy: commands about other episodes do not wait for it, those
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
@@ -21,12 +22,14 @@ from contracts.errors import TriplaneError
 from contracts.pb import bridge_pb2 as pb
 from inference.bridge import record
 from inference.bridge.calls import check_read, code_of, words_of
-from inference.bridge.errors import BadMessage, TooManySteps
+from inference.bridge.errors import BadMessage, BridgeError, TooManySteps
 from inference.bridge.sessions import Sessions
 from inference.bridge.turns import Subscription
+from inference.errors import EngineStopped
 
 MAX_ANSWERS = 64
 """Answers that wait to be read, beyond which no command is taken."""
+_log = logging.getLogger(__name__)
 
 
 class Connection:
@@ -130,11 +133,21 @@ class Connection:
 
     @contextmanager
     def _answering(self, command: pb.Command | None) -> Iterator[None]:
-        """Answer a command that fails."""
+        """Answer a command that fails, for whatever reason but the end of its stream."""
         try:
             yield
+            return
         except TriplaneError as error:
-            self._answer(iter((self._failed(0 if command is None else command.id, error),)))
+            failure = error
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            failure = EngineStopped(f"the engine cancelled the command: {error!r}")  # or a library that it uses
+        except Exception as error:  # noqa: BLE001 (told to the client, and logged)
+            _log.error("a command failed", exc_info=error)
+            failure = BridgeError(f"the command failed, the log of the bridge says where: {error!r}")
+        self._answer(iter((self._failed(0 if command is None else command.id, failure),)))
 
     def _obey(self, command: pb.Command) -> None:
         """Execute a command that is no start."""

@@ -1,7 +1,8 @@
 """Serve the policy that a file names, and another one whenever the file names another.
 
-The first line is a checkpoint, as `--policy` takes it; the second, if there is one, its version. A trainer on the same
-machine writes the file anew and renames it, and sees in `Info` when the policy is served.
+The first line is a checkpoint, as `--policy` takes it; the second, if there is one, its version. Without it the version
+of a folder is its name and a fingerprint of its files, so that no other weights have it, at a later bridge either. A
+trainer on the same machine writes the file anew and renames it, and sees in `Info` when the policy is served.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from contracts.errors import ConfigError, TriplaneError, describe
@@ -31,14 +32,17 @@ class PolicyFile:
     path: Path
     store: str | None
     """Store with the checkpoints; None: $TRIPLANE_STORE."""
+    _weights: dict[str, str] = field(default_factory=dict, init=False)
+    """Fingerprints of the weights that were read or loaded, by version."""
 
     def read(self) -> tuple[Path, str]:
         """Directory and version of the policy. Raises TriplaneError."""
-        directory, version, _ = self._named()
+        directory, version, found = self._named()
+        self._weights[version] = found
         return directory, version
 
-    def _named(self) -> tuple[Path, str, bool]:
-        """Directory and version of the policy, and whether the version is only the folder's name."""
+    def _named(self) -> tuple[Path, str, str]:
+        """Directory, version and fingerprint of the policy."""
         try:
             lines = [line.strip() for line in self.path.read_text(encoding="utf-8").splitlines()]
         except (OSError, ValueError) as error:
@@ -47,15 +51,16 @@ class PolicyFile:
         if not lines or not lines[0]:
             raise ConfigError(f"--policy-file {self.path} is empty: write a checkpoint directory in its first line")
         directory, version = find_policy(lines[0], self.store)
-        given = lines[1] if len(lines) > 1 else ""
-        return directory, given or version, not given and Path(lines[0]).is_dir()
+        found, given = _fingerprint(directory), lines[1] if len(lines) > 1 else ""
+        if Path(lines[0]).is_dir():
+            version = f"{version}-{found}"
+        return directory, given or version, found
 
     async def follow(self, engine: Engine) -> None:
         """Load every policy that the file names from now on, until cancelled. One that can't be loaded is logged, and
-        the current one stays. Other weights in a folder of the same name get a version of their own.
+        the current one stays.
         """
         seen = None  # the file may have changed since the engine was opened
-        weights: dict[str, str] = {}  # by version
         while True:
             stamp = self._stamp()
             if stamp is None or stamp == seen:
@@ -63,14 +68,11 @@ class PolicyFile:
                 continue
             seen = stamp
             try:
-                directory, version, is_name = await asyncio.to_thread(self._named)
-                found = await asyncio.to_thread(_fingerprint, directory)
-                if is_name and weights.get(version, found) != found:
-                    version = f"{version}-{found}"
+                directory, version, found = await asyncio.to_thread(self._named)
                 if version != await engine.version():
                     await engine.load_weights(directory, version)
-                    weights[version] = found
-                elif weights.setdefault(version, found) != found:
+                    self._weights[version] = found
+                elif self._weights.setdefault(version, found) != found:
                     _log.warning("%s: %s is served already, other weights need another version", self.path, version)
             except (EngineUnreachable, EngineStopped) as error:
                 _log.error("the served policy stays, trying again in %g s: %s", RETRY_S, error)

@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from inference.bridge.metrics import Metrics
 from inference.bridge.policy_file import PolicyFile
 from inference.bridge.service import BridgeService
 from inference.bridge.sessions import Bounds, Sessions
-from inference.engines import BuiltinConfig, EngineConfig, open_engine
+from inference.engines import BuiltinConfig, EngineConfig, VllmConfig, open_engine
 from inference.engines.base import Engine, watch
 from inference.errors import StaleVersion
 
@@ -146,7 +146,7 @@ async def serving(engine: Engine, limits: Limits, options: Options) -> AsyncIter
 def serve(directory: Path, version: str, options: Options) -> None:
     """Serve the policy in `directory` until a signal. Prints the address when it is ready.
 
-    Raises TriplaneError, in one line, if it can't, and EngineStopped once an engine of this process has failed.
+    Raises TriplaneError, in one line, if it can't, and EngineError once the engine has failed for good.
     """
     limits = limits_of(directory)
     os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"  # read by gRPC when it is first used
@@ -181,8 +181,7 @@ async def _serve(directory: Path, version: str, limits: Limits, options: Options
                     f"the engine serves policy {served}, not {version}: load that, or name the other one"
                 )
             print(f"policy {served} at {bridge.address}{kept}", flush=True)
-            # a failed server may serve again, so engines that use one go on
-            await _wait(signals, engine if isinstance(options.engine, BuiltinConfig) else None)
+            await _wait(signals, _check_of(engine, options.engine))
             await _drain(bridge.sessions, options.drain_s, signals)
     finally:
         await engine.close()
@@ -208,11 +207,23 @@ class _Signals:
         self.first.set()
 
 
-async def _wait(signals: _Signals, engine: Engine | None) -> None:
-    """Wait for the first signal. Raises EngineStopped once `engine` has failed."""
+def _check_of(engine: Engine, config: EngineConfig) -> Callable[[], Awaitable[object]] | None:
+    """Call that raises once the engine has failed for good; None: it uses a server, which may serve again."""
+    if isinstance(config, BuiltinConfig):
+        return engine.version
+    if isinstance(config, VllmConfig) and not config.is_fleet:
+        from inference.engines.vllm import VllmEngine  # loads httpx
+
+        assert isinstance(engine, VllmEngine)
+        return engine.check_failure
+    return None
+
+
+async def _wait(signals: _Signals, check: Callable[[], Awaitable[object]] | None) -> None:
+    """Wait for the first signal. Raises what `check` raises."""
     works: list[asyncio.Task[Any]] = [asyncio.create_task(signals.first.wait())]
-    if engine is not None:
-        works.append(asyncio.create_task(watch(engine.version)))
+    if check is not None:
+        works.append(asyncio.create_task(watch(check)))
     done, left = await asyncio.wait(works, return_when=asyncio.FIRST_COMPLETED)
     for task in left:
         await _cancelled(task)

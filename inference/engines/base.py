@@ -197,14 +197,14 @@ def check_streamable(params: SamplingParams) -> None:
         raise EngineError("routing is requested of a stream, whose pieces do not carry it: use generate")
 
 
-async def watch(version: Callable[[], Awaitable[object]]) -> NoReturn:
-    """Raise EngineStopped once an engine of this process has failed: only another process can serve again.
+async def watch(check: Callable[[], Awaitable[object]]) -> NoReturn:
+    """Raise the error of an engine that has failed for good: only another process can serve again.
 
-    version: `Engine.version`.
+    check: raises it, such as `Engine.version` of an engine of this process.
     """
     while True:
         await asyncio.sleep(LOOK_S)
-        await version()
+        await check()
 
 
 def require_grammar_from_start(params: SamplingParams, server: str) -> None:

@@ -41,7 +41,7 @@ PAUSE_S, LONGEST_S = 2.0, 60.0
 LATE_S = 60.0
 """Seconds after which the others no longer wait for one that does not get to a policy."""
 NOBODY_S = 600.0
-"""Seconds for which a call waits while no replica serves and one is being brought back."""
+"""Longest time for which a call waits while no replica serves, in seconds."""
 _log = logging.getLogger(__name__)
 
 
@@ -67,7 +67,8 @@ class _Replica:
         """Why it is left out, or None."""
         self.joining: asyncio.Task[bool] | None = None
         """Brings it to the policy; its result: whether it serves."""
-        self._due = 0.0
+        self.due = 0.0
+        """When its pause is over, on the monotonic clock."""
         self._failures = 0
 
     @property
@@ -77,7 +78,7 @@ class _Replica:
     @property
     def is_due(self) -> bool:
         """Whether it was left out, and its pause is over."""
-        return self.fault is not None and not self.is_joining and self._due <= time.monotonic()
+        return self.fault is not None and not self.is_joining and self.due <= time.monotonic()
 
     @property
     def has_stopped(self) -> bool:
@@ -92,7 +93,7 @@ class _Replica:
 
     def leave_out(self, fault: TriplaneError) -> None:
         self._failures += 1
-        self.fault, self._due = fault, time.monotonic() + backoff_s(self._failures, PAUSE_S, LONGEST_S)
+        self.fault, self.due = fault, time.monotonic() + backoff_s(self._failures, PAUSE_S, LONGEST_S)
 
     def take_back(self) -> None:
         self.fault = None
@@ -212,9 +213,7 @@ class RoutedEngine:
         return self._replicas[decision.replica], decision
 
     async def _some_serve(self) -> None:
-        """Return as soon as a replica serves. Raises an error with each fault if none is being brought back, or none
-        gets there in time.
-        """
+        """Return as soon as a replica serves. Raises an error with each fault if none does in time."""
         deadline = time.monotonic() + NOBODY_S
         while True:
             await self._ready()
@@ -223,10 +222,15 @@ class RoutedEngine:
                     self._joined(each)
             if self.serving():
                 return
-            joining = [each.joining for each in self._replicas.values() if each.joining is not None and each.is_joining]
-            if not joining or time.monotonic() > deadline:
+            now = time.monotonic()
+            if now > deadline:
                 raise self._nobody()
-            await asyncio.wait(joining, timeout=PAUSE_S, return_when=asyncio.FIRST_COMPLETED)
+            joining = [each.joining for each in self._replicas.values() if each.joining is not None and each.is_joining]
+            if joining:
+                await asyncio.wait(joining, timeout=PAUSE_S, return_when=asyncio.FIRST_COMPLETED)
+            else:
+                due = min(each.due for each in self._replicas.values())
+                await asyncio.sleep(min(due, deadline, now + PAUSE_S) - now)
 
     async def _ready(self) -> None:
         if self._closed:

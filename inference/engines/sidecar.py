@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from pathlib import Path
 
 import httpx
 
-from contracts.rpc import connecting
+from contracts.rpc.connecting import read_named_key
 from inference.engines.http import JsonClient
 from inference.engines.policies import PolicyFiles
 from inference.errors import EngineError, EngineUnreachable
@@ -21,18 +20,12 @@ _CALL_S = 60.0
 _log = logging.getLogger(__name__)
 
 
-def read_key() -> str | None:
-    """Key of the weights services, or None if no file is named. Raises ConfigError."""
-    named = os.environ.get(KEY_VARIABLE)
-    return connecting.read_key(Path(named)) if named else None
-
-
 class Sidecar:
     """Weights service at `address`, e.g. http://host:7500. Belongs to one event loop."""
 
     def __init__(self, address: str, *, timeout_s: float) -> None:
-        """timeout_s: of a pull without progress."""
-        key = read_key()
+        """timeout_s: of a pull without progress. Raises ConfigError for a key file that can't be used."""
+        key = read_named_key(KEY_VARIABLE)
         headers = {"authorization": f"Bearer {key}"} if key else None
         self._client = JsonClient(address, timeout_s=_CALL_S, retries=2, headers=headers)
         self._timeout_s = timeout_s

@@ -233,6 +233,11 @@ class VllmEngine:
         if found != self._files.version:
             raise StaleVersion(f"{self._client.base} serves {found[:24]}, not policy {self._files.version[:12]}")
 
+    async def check_failure(self) -> None:
+        """Raise the failure after which this engine starts no server any more: only another engine can serve again."""
+        if self._failure is not None and self._config.base_url is None:
+            raise self._failure
+
     async def version(self) -> str:
         """See Engine.version. Attaches first, so that it returns the requested version or raises."""
         return await served_version(await self._attached())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -23,8 +22,7 @@ def read_key(path: Path | None = None) -> str | None:
 
     Raises ConfigError.
     """
-    named = path or os.environ.get(KEY_VARIABLE)
-    return connecting.read_key(Path(named)) if named else None
+    return connecting.read_key(path) if path else connecting.read_named_key(KEY_VARIABLE)
 
 
 def row_of(state: dict[str, Any], url: str) -> dict[str, Any]:

@@ -230,6 +230,37 @@ def test_commands_do_not_wait_for_the_start_of_another_episode(policy: Path, tmp
     asyncio.run(run())
 
 
+class FaultyEngine(DelegatingEngine):
+    """The built-in engine, which fails in a way of its own when it is asked for its version."""
+
+    fault: BaseException | None = None
+
+    async def version(self) -> str:
+        if self.fault is not None:
+            raise self.fault
+        return await super().version()
+
+
+@pytest.mark.parametrize(
+    ("fault", "code", "name"), [(asyncio.CancelledError(), 14, "EngineStopped"), (OSError("disk"), 13, "BridgeError")]
+)
+def test_start_is_answered_however_its_engine_fails(
+    policy: Path, tmp_path: Path, fault: BaseException, code: int, name: str
+) -> None:
+    async def run() -> None:
+        engine = FaultyEngine(BuiltinEngine(policy, "v1", threads=1))
+        async with bridged(engine, limits_of(policy), tmp_path) as (client, _), connected(client) as stream:
+            engine.fault = fault
+            async with asyncio.timeout(20):
+                failure = (await stream.ask(start=start_request(new_id()))).failure
+                assert (failure.code, failure.error) == (code, name) and repr(fault) in failure.message
+                engine.fault = None
+                assert (await stream.ask(start=start_request(new_id()))).state.phase == "open"
+        await engine.close()
+
+    asyncio.run(run())
+
+
 def test_turns_outlive_their_stream(policy: Path, tmp_path: Path) -> None:
     async def run() -> None:
         async with held_bridge(policy, tmp_path, 3) as (client, bridge, engine):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from pathlib import Path
 
@@ -48,6 +49,8 @@ def test_policies_that_the_file_names_are_served_in_turn(tmp_path: Path, kind: s
     first, second = write_checkpoint(tmp_path / "a", 1), write_checkpoint(tmp_path / "b c", 2)
     file = tmp_path / "policy"
     name_policy(file, f"{first}\n")
+    policies = PolicyFile(file, str(tmp_path))
+    _, begun = policies.read()
     broken = tmp_path / "broken"
     broken.mkdir()
     (broken / "config.json").write_text("{")
@@ -58,7 +61,7 @@ def test_policies_that_the_file_names_are_served_in_turn(tmp_path: Path, kind: s
         for name, rule in ((pinned, pb.PINNED), (followed, pb.FOLLOW)):
             await client.start(start_request(name, sampling=sampling, rule=rule))
             turned = await client.step(name, 1)
-            assert turned.tokens == await sampled(first, PROMPT) and turned.spans == [("a", 0, 8)]
+            assert turned.tokens == await sampled(first, PROMPT) and turned.spans == [(begun, 0, 8)]
         name_policy(file, f"{second}\nv2\n")
         await await_version(client, "v2")
         after = await client.step(followed, 2, [5])
@@ -81,8 +84,8 @@ def test_policies_that_the_file_names_are_served_in_turn(tmp_path: Path, kind: s
 
     async def routed() -> None:
         config = RoutedConfig(kind="routed", replicas=(BuiltinConfig(threads=1),) * 2)
-        engine = open_engine(config, first, "a")
-        async with bridged(engine, limits_of(first), tmp_path, policies=PolicyFile(file, str(tmp_path))) as (client, _):
+        engine = open_engine(config, first, begun)
+        async with bridged(engine, limits_of(first), tmp_path, policies=policies) as (client, _):
             await play(client)
         await engine.close()
 
@@ -109,7 +112,7 @@ class Away(DelegatingEngine):
 async def test_policy_is_loaded_once_its_server_answers_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policy_file, "RETRY_S", 0.01)
     first, file = write_checkpoint(tmp_path / "a", 1), tmp_path / "policy"
-    name_policy(file, f"{write_checkpoint(tmp_path / 'b', 2)}\n")
+    name_policy(file, f"{write_checkpoint(tmp_path / 'b', 2)}\nb\n")
     engine = Away(BuiltinEngine(first, "a", threads=1))
     following = asyncio.create_task(PolicyFile(file, None).follow(engine))
     async with asyncio.timeout(30):
@@ -120,43 +123,52 @@ async def test_policy_is_loaded_once_its_server_answers_again(tmp_path: Path, mo
     await engine.close()
 
 
-class Asked(DelegatingEngine):
-    """An engine that tells when its version was first asked for."""
-
-    def __init__(self, inner: BuiltinEngine) -> None:
-        super().__init__(inner)
-        self.asked = asyncio.Event()
-
-    async def version(self) -> str:
-        self.asked.set()
-        return await super().version()
-
-
 @pytest.mark.anyio
 async def test_other_weights_in_a_folder_of_the_same_name_are_another_version(tmp_path: Path) -> None:
     first, second = (write_checkpoint(tmp_path / name / "checkpoint", seed) for name, seed in (("a", 1), ("b", 2)))
     file = tmp_path / "policy"
     name_policy(file, f"{first}\n")
     policies = PolicyFile(file, None)
-    engine = Asked(BuiltinEngine(*policies.read(), threads=1))
+    directory, begun = policies.read()
+    name_policy(file, f"{second}\n")  # while the engine opens
+    engine = BuiltinEngine(directory, begun, threads=1)
     following = asyncio.create_task(policies.follow(engine))
-    await engine.asked.wait()
-    versions = ["checkpoint"]
 
-    async def publish(policy: Path) -> str:
-        name_policy(file, f"{policy}\n")
+    async def served_after(version: str, policy: Path) -> str:
         async with asyncio.timeout(30):
-            while (version := await engine.version()) == versions[-1]:
+            while (found := await engine.version()) == version:
                 await asyncio.sleep(0.01)
         completion = await engine.generate(PROMPT, SamplingParams(1.0, 8, 7))
         assert completion.token_ids == await sampled(policy, PROMPT)
-        versions.append(version)
-        return version
+        assert PolicyFile(file, None).read()[1] == found, "a bridge that is started now gives the same version"
+        return found
 
-    assert (await publish(second)).startswith("checkpoint-")
-    assert await publish(first) == "checkpoint"
+    other = await served_after(begun, second)
+    name_policy(file, f"{first}\n")
+    assert await served_after(other, first) == begun
     write_checkpoint(first, 3)
-    assert (await publish(first)).startswith("checkpoint-") and len(set(versions)) == 3
+    name_policy(file, f"{first}\n")
+    rewritten = await served_after(begun, first)
+    assert len({begun, other, rewritten}) == 3
+    assert all(re.fullmatch("checkpoint-[0-9a-f]{8}", each) for each in (begun, other, rewritten))
+    following.cancel()
+    await engine.close()
+
+
+@pytest.mark.anyio
+async def test_other_weights_are_not_served_under_a_given_version(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second, file = write_checkpoint(tmp_path / "a", 1), write_checkpoint(tmp_path / "b", 2), tmp_path / "policy"
+    name_policy(file, f"{first}\nv1\n")
+    policies = PolicyFile(file, None)
+    directory, version = policies.read()
+    name_policy(file, f"{second}\nv1\n")  # while the engine opens
+    engine = BuiltinEngine(directory, version, threads=1)
+    following = asyncio.create_task(policies.follow(engine))
+    async with asyncio.timeout(30):
+        while "v1 is served already, other weights need another version" not in caplog.text:
+            await asyncio.sleep(0.01)
     name_policy(file, f"{second}\nv2\n")
     async with asyncio.timeout(30):
         while await engine.version() != "v2":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import re
 import signal
@@ -23,8 +24,10 @@ from inference.__main__ import main
 from inference.bridge.journal import Journal
 from inference.bridge.registry import Bounds
 from inference.bridge.serve import Options, _serve, limits_of
+from inference.engines import VllmConfig, open_engine
 from inference.engines.base import SamplingParams
 from inference.engines.builtin import BuiltinEngine
+from inference.engines.vllm import VllmEngine
 from inference.errors import EngineStopped
 from tests.bridge.bridge_harness import (
     PROMPT,
@@ -38,7 +41,9 @@ from tests.bridge.bridge_harness import (
     refused,
     start_request,
 )
+from tests.http_client import HTTP
 from tests.inference.conftest import break_engine, write_checkpoint
+from tests.vllm.conftest import fake_config
 
 pytestmark = pytest.mark.slow
 
@@ -327,6 +332,40 @@ def test_a_bridge_ends_when_its_engine_fails(
                 await serving
 
     asyncio.run(asyncio.wait_for(run(), 60))
+
+
+@pytest.mark.usefixtures("handlers")
+def test_a_bridge_ends_when_its_vllm_is_not_started_again(
+    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TRIPLANE_CACHE", str(tmp_path / "cache"))
+    engines = list[VllmEngine]()
+
+    def opened(spec: VllmConfig, directory: Path, version: str, *, pinned: bool) -> VllmEngine:
+        engines.append(open_engine(spec, directory, version))
+        return engines[-1]
+
+    monkeypatch.setattr("inference.bridge.serve.open_engine", opened)
+
+    async def run() -> None:
+        options = Options(Listening(f"unix:{tmp_path / 'b.sock'}"), engine=fake_config(max_restarts=1))
+        serving, said = asyncio.create_task(_serve(policy, "v1", limits_of(policy), options)), ""
+        while (address := re.search(r"at (\S+)", said)) is None:
+            await asyncio.sleep(0.01)
+            said += capsys.readouterr().out
+        async with grpc.aio.insecure_channel(address[1]) as channel:
+            client = Client(channel)
+            for _ in range(2):
+                name = new_id()
+                await client.start(start_request(name))
+                assert (await client.step(name, 1)).finish == pb.LENGTH, "it serves, again after a restart"
+                with contextlib.suppress(httpx.RemoteProtocolError):
+                    await asyncio.to_thread(HTTP.post, f"{engines[0]._keeper.address}/fault", json={"die": True})
+                assert (await client.step(name, 2)).finish == pb.ENGINE_LOST
+            with pytest.raises(EngineStopped, match=r"vLLM died 2 times, see engine\.max_restarts"):
+                await serving
+
+    asyncio.run(asyncio.wait_for(run(), 240))
 
 
 @pytest.mark.parametrize(

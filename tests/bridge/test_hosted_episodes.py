@@ -25,6 +25,7 @@ from inference.engines.base import Piece, SamplingParams, empty_piece
 from inference.engines.builtin import BuiltinEngine
 from inference.errors import EngineStopped
 from inference.rollouts import workspace
+from inference.rollouts.environment import EpisodeEnvironment
 from ops.bridge_hosting import open_hosting
 from resources.experiment import load_experiment
 from tests.bridge.bridge_harness import KEY, Client, builtin_bridge, ids, new_id, refused
@@ -333,6 +334,29 @@ async def test_episode_whose_sandbox_ends_while_the_bridge_is_away_has_no_reward
             assert turn.finish == Finish.DEADLINE and turn.reply is not None
             assert turn.reply.outcome == Outcome.INFRA_ERROR and turn.reply.reward is None
             assert "its sandbox has ended with its lifetime" in turn.reply.failure
+
+
+@looped
+async def test_episode_whose_sandbox_ends_while_its_final_state_is_taken_has_no_reward(
+    envd: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (acting, workspace):
+        monkeypatch.setattr(module, "LIFETIME_MARGIN_S", 0.0)
+    taken = EpisodeEnvironment.final_state
+
+    async def taken_late(self: EpisodeEnvironment, *arguments: Any) -> bytes:
+        await nothing_left(envd)
+        return await taken(self, *arguments)
+
+    monkeypatch.setattr(EpisodeEnvironment, "final_state", taken_late)
+    options: Any = {"config": settings(episode_timeout_s=12.0)}
+    async with hosted_bridge(script(), envd, tmp_path, **options), connect(tmp_path) as client:
+        episode = await client.start_task(TASK, seed=1)
+        while not episode.done:
+            turn = await episode.step()
+        assert turn.finish == Finish.STOP and turn.reply is not None, "the episode itself was over in time"
+        assert turn.reply.outcome == Outcome.INFRA_ERROR and turn.reply.reward is None
+        assert "its sandbox has ended with its lifetime" in turn.reply.failure
 
 
 class LossyScript(StreamedScript):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -380,3 +382,26 @@ def test_the_error_of_one_rank_names_it_to_the_others() -> None:
         in_step(lambda: None, threads.of(0), 0)
     other.join(10)
     assert str(own[0]) == "disk is full"
+
+
+def test_rank_that_is_stopped_by_a_signal_waits_until_its_work_has_stopped() -> None:
+    class Stopped(Exception):
+        pass
+
+    def stop(number: int, _: object) -> None:
+        raise Stopped
+
+    asked, ended, before = threading.Event(), list[float](), signal.signal(signal.SIGTERM, stop)
+
+    def work() -> None:
+        asked.wait(30)
+        time.sleep(0.5)  # the file that is being stored
+        ended.append(time.monotonic())
+
+    try:
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        with pytest.raises(Stopped):
+            in_step(work, lambda state: [state], 0, asked.set)
+        assert ended
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -90,6 +90,7 @@ async def test_a_stopped_replica_is_left_out_and_its_calls_are_repeated(
 ) -> None:
     monkeypatch.setattr(routed, "PAUSE_S", 600.0)
     monkeypatch.setattr(routed, "LONGEST_S", 600.0)
+    monkeypatch.setattr(routed, "NOBODY_S", 0.0)
     engine, alone = opened(policies[0]), BuiltinEngine(policies[0], "v1", threads=1)
     assert await engine.version() == "v1"
     await engine._replicas["replica 1"].engine.close()
@@ -174,6 +175,7 @@ async def test_a_replica_comes_back_although_calls_that_it_had_succeed(
 ) -> None:
     monkeypatch.setattr(routed, "PAUSE_S", 0.2)
     monkeypatch.setattr(routed, "LONGEST_S", 0.2)
+    monkeypatch.setattr(routed, "NOBODY_S", 0.0)
     replicas, engine = flawed(policies[0])
     assert await engine.version() == "v1"
     for each in replicas:
@@ -238,6 +240,29 @@ async def test_calls_wait_for_a_replica_while_none_serves(
     monkeypatch.setattr(routed, "NOBODY_S", 0.0)
     with pytest.raises(EngineUnreachable, match="none of 1 replicas serves policy v1"):
         await engine.generate([1], SamplingParams(1.0, 2, 1))
+    await engine.close()
+    with pytest.raises(EngineStopped):
+        await call
+
+
+async def test_calls_wait_while_every_replica_is_left_out(
+    policies: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routed, "PAUSE_S", 0.5)
+    replicas, engine = flawed(policies[0])
+    assert await engine.version() == "v1"
+    for each in replicas:
+        each.faults = 1
+    call = asyncio.create_task(engine.generate([1], SamplingParams(1.0, 2, 1)))
+    while engine.serving():
+        await asyncio.sleep(0)
+    further = await asyncio.gather(*(engine.generate([each], SamplingParams(1.0, 2, each)) for each in range(4)))
+    assert [len(each.token_ids) for each in (await call, *further)] == [2] * 5
+    for each in replicas:
+        each.faults = 1
+    call = asyncio.create_task(engine.generate([1], SamplingParams(1.0, 2, 1)))
+    while engine.serving():
+        await asyncio.sleep(0)
     await engine.close()
     with pytest.raises(EngineStopped):
         await call

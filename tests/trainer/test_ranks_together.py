@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
+import threading
 import time
 from collections.abc import Callable
 from multiprocessing.synchronize import Barrier
@@ -18,7 +20,7 @@ from trainer_world import TINY, backend_of
 from contracts.store import LocalStore
 from trainer.backends.torch import TorchBackend
 from trainer.data import ScoredSequence
-from trainer.errors import RanksLost
+from trainer.errors import RanksLost, TrainingStopped
 from trainer.lifetime import MEETING_VARIABLE
 from trainer.model import Batch, Scores
 from trainer.parameters import Parameters, draw_masters
@@ -98,6 +100,25 @@ def failing_work(ranks: Ranks, folder: Path) -> None:
             pass
 
 
-@pytest.mark.parametrize("task", [unlike_passes, pytest.param(slow_snapshots, marks=pytest.mark.slow), failing_work])
+def waiting_rank_is_stopped(ranks: Ranks, folder: Path) -> None:
+    """Rank 0 has ended its own work and waits for rank 1 when it gets SIGTERM."""
+
+    def stop(number: int, _: object) -> None:
+        raise TrainingStopped(number)
+
+    if ranks.rank:
+        with pytest.raises(RanksLost, match=r"rank 1 of 2 lost .*rank 0 failed: .*SIGTERM"), together(ranks):
+            time.sleep(WRITE_S)
+    else:
+        signal.signal(signal.SIGTERM, stop)
+        threading.Timer(WRITE_S / 2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        with pytest.raises(TrainingStopped), together(ranks):
+            pass
+
+
+@pytest.mark.parametrize(
+    "task",
+    [unlike_passes, pytest.param(slow_snapshots, marks=pytest.mark.slow), failing_work, waiting_rank_is_stopped],
+)
 def test_ranks_await_a_slow_one_but_not_a_failed_one(task: Task, tmp_path: Path) -> None:
     assert run_ranks(task, tmp_path) == [0, 0]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import signal
 import subprocess
 import sys
 import threading
@@ -255,6 +257,23 @@ def test_a_stopped_job_leaves_no_files_of_a_write_that_hangs(tmp_path: Path, mon
     assert time.monotonic() - began < 20
     assert list(store.scratch.iterdir()) == []
     store.go.set()
+
+
+def test_a_job_that_is_stopped_while_it_waits_for_a_snapshot_keeps_it(tmp_path: Path) -> None:
+    def stop(number: int, _: object) -> None:
+        raise TrainingStopped(number)
+
+    store, before = SlowStore(tmp_path), signal.signal(signal.SIGTERM, stop)
+    try:
+        with pytest.raises(TrainingStopped):
+            with Snapshots(store, "0" * 64, 1, 10, {}, "1") as snapshots:
+                snapshots.save(TrainerState({}, {"adamw.step": torch.zeros(4)}, "adamw", 1, {}), 1)
+                threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+                threading.Timer(1.0, store.go.set).start()
+                snapshots.wait()
+        assert [each.meta["step"] for each in list_artifacts(store, SNAPSHOT)] == [1]
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_a_snapshot_keeps_the_starting_log_probabilities(world: World, job: RlJob) -> None:

@@ -358,6 +358,7 @@ async def test_a_server_of_somebody_else_is_used_again_although_it_was_away_for_
             await engine.generate([1, 2], PARAMS)
         with pytest.raises(EngineStopped, match="failed its health check"):
             await engine.generate([1, 2], PARAMS)
+        await engine.check_failure()
         server.start()
         await asyncio.to_thread(server.wait)
         assert (await engine.generate([1, 2], PARAMS)).spans == [(SECOND, 0, 8)]

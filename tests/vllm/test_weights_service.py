@@ -23,7 +23,9 @@ from contracts.store import Store, open_store
 from inference.engines import SamplingParams, VllmConfig
 from inference.engines.fleet import FleetEngine
 from inference.engines.policies import PolicyDirectory, StoredPolicy
+from inference.engines.sidecar import Sidecar
 from inference.errors import EngineError
+from inference.fleet.client import read_key
 from inference.weights import folder as folder_module
 from inference.weights.folder import NoSpace, WeightsFolder
 from tests.http_client import HTTP
@@ -264,6 +266,21 @@ def test_first_checkpoint_is_there_before_the_service_answers(store: Store, run:
     artifact = small(store, "a")
     server = run("--first", artifact.ref.digest[:10])
     assert (server.folder / "first" / "config.json").read_bytes() == b"a"
+
+
+@pytest.mark.parametrize(("text", "words"), [(None, "can't be read: .*absent"), ("", "holds no key")])
+def test_errors_of_a_key_file_name_the_variable_that_names_it(
+    text: str | None, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "absent"
+    if text is not None:
+        file.write_text(text)
+    monkeypatch.setenv("TRIPLANE_WEIGHTS_KEY_FILE", str(file))
+    with pytest.raises(ConfigError, match=f"^TRIPLANE_WEIGHTS_KEY_FILE: .*{words}"):
+        Sidecar("http://127.0.0.1:7500", timeout_s=1.0)
+    monkeypatch.setenv("TRIPLANE_FLEET_KEY_FILE", str(file))
+    with pytest.raises(ConfigError, match=f"^TRIPLANE_FLEET_KEY_FILE: .*{words}"):
+        read_key()
 
 
 @pytest.mark.anyio
