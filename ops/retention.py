@@ -25,6 +25,8 @@ from trainer.config import SNAPSHOT
 TRAINER_STATE = "trainer_state"
 SHOWN_ITERATIONS = 3
 """Iterations whose mean size foretells the next ones'."""
+SNAPSHOT_S = 7 * 86400.0
+"""Minimum age of a snapshot, in seconds: which trainings somebody will continue is not in the store."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +44,12 @@ def removable(store: Store, keep_last: int, older_than_s: float) -> list[Removab
 
     keep_last: iterations, and promotions that the live policy builds on, whose trainer states stay beside those of
     iterations without a decision; at least 1.
-    older_than_s: minimum age, since a run may have made what nothing names yet.
+    older_than_s: minimum age, since a run may have made what nothing names yet; of snapshots at least SNAPSHOT_S.
     """
-    old = time.time() - older_than_s
+    now = time.time()
+    old, abandoned = now - older_than_s, now - max(older_than_s, SNAPSHOT_S)
     needed = {key for experiment in experiments_in(store) for key in _needed_by(store, experiment, keep_last)}
-    snapshots = [each for each in list_artifacts(store, SNAPSHOT) if each.manifest.created_unix < old]
+    snapshots = [each for each in list_artifacts(store, SNAPSHOT) if each.manifest.created_unix < abandoned]
     trains = {digest for each in experiments_in(store) for digest in _trains_on(store, each)} if snapshots else set()
     found = [
         *(each for each in snapshots if _dataset_of(each) not in trains | {None}),
@@ -56,7 +59,7 @@ def removable(store: Store, keep_last: int, older_than_s: float) -> list[Removab
     why = {
         TRAINER_STATE: "nothing starts from it",
         GROUP: "merged into its rollouts",
-        SNAPSHOT: "no iteration trains on its dataset any more",
+        SNAPSHOT: f"older than {SNAPSHOT_S / 86400:g} days, and no iteration waits to train on its dataset",
     }
     return [Removable(each.ref, _size(each), why[each.ref.kind]) for each in found if each.manifest.created_unix < old]
 

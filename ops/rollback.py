@@ -12,7 +12,7 @@ from typing import Any
 
 import dagster as dg
 
-from contracts.artifacts import open_artifact
+from contracts.artifacts import find_artifact, open_artifact
 from contracts.errors import ConfigError
 from contracts.failpoints import failpoint
 from contracts.store import Store
@@ -22,7 +22,7 @@ from ops.inputs import trainer_state_of
 from resources.deployment import ServerState
 from resources.errors import RegistryError
 from resources.experiment import Experiment
-from resources.refs import read_artifact, read_ref, require_ref
+from resources.refs import earlier_refs, read_ref, require_ref
 from resources.registry import BASE, BasePolicy, LivePolicy, Registry, Restorable
 
 
@@ -105,19 +105,27 @@ def roll_back_once(
 
 def _require_seen(store: Store, experiment: str, plan: RollbackPlan, asked_unix: float) -> None:
     """Raise unless the live policy was live when "the previous one" was asked for. A promotion has the time of its
-    decision, which follows it; one without a decision may be newer.
+    decision, which follows it.
     """
     live = plan.live
-    if live.rollback is not None:
-        changed = live.rollback.unix
-    else:
-        decision = read_artifact(store, experiment, SAMPLER.name, live.iteration)
-        changed = decision.manifest.created_unix if decision else math.inf
+    changed = live.rollback.unix if live.rollback else _promoted_unix(store, experiment, live)
     if changed > asked_unix:
         raise RegistryError(
             f"{live.policy.short} ({live.came_by}) went live after this rollback was launched, nothing was rolled back:"
             f" launch it again with `to`, which is {plan.target.number or BASE} for the policy before that one"
         )
+
+
+def _promoted_unix(store: Store, experiment: str, live: LivePolicy) -> float:
+    """Time of the decision that promoted a policy; infinite until it is recorded. An iteration that was trained again
+    has decisions about several policies.
+    """
+    now = read_ref(store, experiment, SAMPLER.name, live.iteration)
+    for ref in (now, *earlier_refs(store, experiment, SAMPLER.name, live.iteration, now)) if now else ():
+        decision = find_artifact(store, ref.kind, ref.key)
+        if decision and (decision.meta["policy"], decision.meta["decision"]) == (live.policy.digest, "live"):
+            return decision.manifest.created_unix
+    return math.inf
 
 
 def change_live(

@@ -159,7 +159,7 @@ def _engine(step: Step, sampler: SamplerResource, candidate: Artifact) -> Abstra
 async def _episode(
     step: Step, client: SandboxClient, engine: Engine, candidate: Artifact, task: Task, tokenizer: ChatTokenizer
 ) -> Episode:
-    config, rollouts = step.experiment, step.experiment.rollouts
+    config, rollouts = step.experiment, step.experiment.rollouts.model_copy(update={"record_routing": False})
     if config.deployment.canary is not None:  # a server of the completions API, which follows no grammar
         rollouts = rollouts.model_copy(update={"grammar": False, "top_p": 1.0})
     player = Player.of(

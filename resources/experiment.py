@@ -28,6 +28,7 @@ from curation.rewards import RewardConfig
 from curation.tasks.demonstrations import DemonstrationConfig
 from curation.tasks.suite import ImportedSuiteConfig, TaskSuiteConfig
 from inference.engines.config import BuiltinConfig, EngineConfig
+from inference.engines.places import shared_places
 from inference.rollouts.config import RolloutConfig
 from resources.cron import cron_fault
 from resources.errors import ExperimentError
@@ -346,8 +347,12 @@ class Experiment(Section):
                 f"off_policy.overlap samples while candidates are evaluated, and servers of engine.kind"
                 f" {self.engine.kind} serve one policy at a time: name other servers in evaluation.engine"
             )
-        if self.evaluation.engine == self.engine:
-            raise ValueError("off_policy.overlap needs two engines, evaluation.engine is engine: name other servers")
+        shared = shared_places(self.engine, self.evaluation.engine)
+        if shared:
+            raise ValueError(
+                f"off_policy.overlap needs two engines, but engine and evaluation.engine share {', '.join(shared)}:"
+                " name other servers, or other GPUs (devices of vllm, env.CUDA_VISIBLE_DEVICES of trtllm)"
+            )
         if getattr(self.engine, "idle", "keep") != "keep":
             raise ValueError(
                 "off_policy.overlap samples while it trains, engine.idle would take away the servers: set it to keep"

@@ -5,6 +5,7 @@ SOURCE/ITERATION + overrides -> experiments/NAME.yaml, which extends the source'
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import yaml
 from contracts.new_files import write_new
 from contracts.pointers import pointer_folders
 from contracts.store import Store
-from inference.engines.config import SglangConfig, VllmConfig
+from inference.engines.places import shared_places
 from ops.fork import source_inputs, source_key
 from ops.iteration_keys import iteration_key
 from ops.off_policy import FAR, trainings_between
@@ -34,8 +35,8 @@ class Fork:
     path: Path
     text: str
     experiment: Experiment
-    shared_engine: str | None
-    """Address of the engine that gets the weights of source and fork; None if each has its own."""
+    shared: list[str]
+    """Servers and GPUs of engines that get the weights of source and fork."""
 
     def write(self) -> None:
         """Write the file; a killed writer leaves nothing under its name. Raises ExperimentError if there is one."""
@@ -74,15 +75,12 @@ def plan_fork(store: Store, source: Path, iteration: str, name: str, overrides: 
         _require_recent(store, forked, number)
         preview(store, forked, number)
     text = yaml.safe_dump({"extends": source.name, **values}, sort_keys=False, allow_unicode=True)
-    return Fork(path, text, forked, _shared_engine(original, forked))
+    return Fork(path, text, forked, _shared_places(original, forked))
 
 
-def _shared_engine(original: Experiment, forked: Experiment) -> str | None:
-    theirs, ours = (
-        each.engine.base_url if isinstance(each.engine, VllmConfig | SglangConfig) else None
-        for each in (original, forked)
-    )
-    return ours if ours == theirs else None
+def _shared_places(original: Experiment, forked: Experiment) -> list[str]:
+    pairs = itertools.product(original.engines.values(), forked.engines.values())
+    return sorted({place for theirs, ours in pairs for place in shared_places(theirs, ours)})
 
 
 def _taken(name: str, where: str) -> ExperimentError:

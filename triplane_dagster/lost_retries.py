@@ -4,6 +4,7 @@ that evicted the run's pod and the code server. The daemon tries to launch a ret
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 
 import dagster as dg
@@ -13,8 +14,16 @@ FAILED = "Failed to retry run"
 ATTEMPTS = 5
 WILL_RETRY_TAG = "dagster/will_retry"
 """Set by Dagster on a failed run: whether `run_retries` launches it again."""
+_RETRIED_TAG = "dagster/auto_retry_run_id"
+"""Set by Dagster on a failed run that it has launched again."""
 PARENT_TAG, RETRY_TAG = "dagster/parent_run_id", "dagster/retry_number"
 _RECENT = timedelta(hours=1)
+
+
+def awaits_retry(instance: dg.DagsterInstance, tags: dict[str, str]) -> bool:
+    """Whether a run with these tags failed within the last hour, and Dagster has yet to launch it again."""
+    failed = _failed(instance, {**tags, WILL_RETRY_TAG: "true"})
+    return any(_RETRIED_TAG not in run.tags for run in failed)
 
 
 def fail_again(instance: dg.DagsterInstance) -> list[str]:
@@ -22,15 +31,15 @@ def fail_again(instance: dg.DagsterInstance) -> list[str]:
 
     Leaves out runs that somebody has re-executed, that failed more than an hour ago, or after ATTEMPTS attempts.
     """
-    given_up = dg.RunsFilter(
-        statuses=[dg.DagsterRunStatus.FAILURE],
-        tags={WILL_RETRY_TAG: "false"},
-        updated_after=datetime.now(UTC) - _RECENT,
-    )
-    lost = [run for run in instance.get_runs(given_up) if _is_lost(instance, run)]
+    lost = [run for run in _failed(instance, {WILL_RETRY_TAG: "false"}) if _is_lost(instance, run)]
     for run in lost:
         instance.report_run_failed(run, "Dagster could not launch the run again then, and tries once more.")
     return [run.run_id for run in lost]
+
+
+def _failed(instance: dg.DagsterInstance, tags: dict[str, str]) -> Sequence[dg.DagsterRun]:
+    recent = datetime.now(UTC) - _RECENT
+    return instance.get_runs(dg.RunsFilter(statuses=[dg.DagsterRunStatus.FAILURE], tags=tags, updated_after=recent))
 
 
 def _is_lost(instance: dg.DagsterInstance, run: dg.DagsterRun) -> bool:

@@ -27,7 +27,7 @@ from triplane_dagster.jobs import (
     half_job_name,
     iteration_job_name,
 )
-from triplane_dagster.lost_retries import fail_again
+from triplane_dagster.lost_retries import awaits_retry, fail_again
 from triplane_dagster.pools import limit_pools
 from triplane_dagster.private_dagster import UnresolvedAssetJobDefinition
 from triplane_dagster.targets import Target, end_target, last_target
@@ -87,6 +87,8 @@ def next_request(instance: dg.DagsterInstance, store: Store, experiment: Experim
     requests = [each for each in asked if isinstance(each, dg.RunRequest)]
     said = "; ".join(each for each in asked if isinstance(each, str))
     if late and not requests and unfinished_run(instance, experiment) is None:
+        if awaits_retry(instance, {TARGET_TAG: target.request or ""}):
+            return dg.SkipReason("its time is over, and Dagster is about to launch a failed run again")
         why = f"its time is over, {said or f'{iteration_key(number)} and later ones were not begun'}"
         end_target(store, experiment, target, why)
         return dg.SkipReason(f"{target} ended: {why}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import dagster as dg
@@ -13,6 +14,7 @@ from contracts.digests import digest_of
 from contracts.store import Store, open_store
 from ops.quarantine.question import Reach
 from resources.refs import write_ref
+from resources.registry import Registry
 from triplane_dagster.cli.app import app
 from triplane_dagster.cli.experiments import file_in_store
 from triplane_dagster.cli.quarantine import _loader, _plans
@@ -55,8 +57,11 @@ def test_a_quarantine_names_an_experiment_whose_file_was_renamed_or_deleted(stor
     ]
 
 
-@pytest.mark.parametrize("command", [["unpin", "night/0006"], ["fork", "night/0003", "--as", "other"]])
-def test_a_command_on_an_iteration_takes_no_file_of_another_experiment(command: list[str], store: Store) -> None:
+@pytest.mark.parametrize(
+    "command",
+    [["unpin", "night/0006"], ["fork", "night/0003", "--as", "other"], ["rollback", "-e", "night", "--yes"]],
+)
+def test_a_command_on_what_was_made_takes_no_file_of_another_experiment(command: list[str], store: Store) -> None:
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 1 and "night.yaml is called night_v2" in done.stderr
 
@@ -69,3 +74,14 @@ def test_the_file_that_has_the_name_is_found_and_file_names_stand_for_what_they_
     assert file_in_store(open_store(str(folder / "empty")), "night") == folder / "night.yaml"
     (folder / "older.yaml").write_text("name: night\n")
     assert file_in_store(store, "night") == folder / "older.yaml"
+
+
+def test_the_list_of_changes_is_that_of_the_experiment_in_the_store(store: Store, folder: Path) -> None:
+    ref = ArtifactRef(kind="checkpoint", key=digest_of("key"), digest=digest_of("content"))
+    assert Registry(store, "night").promote(ref, ref, parent="base", iteration="0000")
+    write_ref(store, "night_v2", "rollouts", "0000", ref)
+    for name, changes in (("night", 1), ("night_v2", 0), (str(folder / "night.yaml"), 0)):
+        done = CliRunner().invoke(app, ["rollback", "-e", name, "--list", "--json"])
+        assert len(json.loads(done.stdout)) == changes
+    said = [CliRunner().invoke(app, ["rollback", "-e", name, "--list"]).stdout for name in ("night", "night_v2")]
+    assert said[0].split()[0] == "night" and said[1] == "nothing of night_v2 was promoted yet\n"

@@ -48,14 +48,19 @@ def sample(store: Store, experiment: Experiment, iteration: str) -> None:
     write_ref(store, experiment.name, "dataset", iteration, commit(store, "dataset", key).ref)
 
 
-def decide(store: Store, experiment: Experiment, iteration: str, decision: Verdict = "live") -> None:
-    """Let an iteration have come to a decision, and have a report."""
-    ref = ArtifactRef(kind="checkpoint", key="0" * 64, digest="0" * 64)
+def decide(
+    store: Store, experiment: Experiment, iteration: str, decision: Verdict = "live", policy: str = "0" * 64
+) -> None:
+    """Let an iteration have come to a decision about the policy of this digest, and have a report."""
+    ref = ArtifactRef(kind="checkpoint", key="0" * 64, digest=policy)
     made = Decision(decision=decision, reasons=[], candidate=ref, parent=ref, pointer_number=None)
     key = digest_of([experiment.name, iteration])
-    with ArtifactWriter(store, "sampler", key, parents={}, config={}, code_version="1") as out:
+    with ArtifactWriter(
+        store, "sampler", digest_of([key, policy, decision]), parents={}, config={}, code_version="1"
+    ) as out:
         out.add_json("decision.json", made.model_dump(mode="json"))
-        write_ref(store, experiment.name, "sampler", iteration, out.commit(meta={}).ref)
+        meta = {"decision": decision, "iteration": iteration, "policy": policy}
+        write_ref(store, experiment.name, "sampler", iteration, out.commit(meta=meta).ref)
     write_ref(store, experiment.name, "report", iteration, commit(store, "report", key).ref)
 
 

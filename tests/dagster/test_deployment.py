@@ -36,6 +36,7 @@ from contracts.artifacts import Artifact, ArtifactRef, open_artifact
 from contracts.store import LocalStore, Store
 from inference.engines.base import Completion, SamplingParams
 from inference.engines.builtin import BuiltinEngine
+from inference.engines.config import OpenAIConfig
 from inference.engines.openai import OpenAIEngine
 from inference.server.app import Application
 from ops.after_swap import AUTOMATIC, Swapped, is_automatic, swap_or_roll_back
@@ -158,6 +159,15 @@ def test_a_canary_plays_the_smoke_episode_where_one_is_named(ran: World) -> None
     gone = stage_of(ran, "canary", deployment=DeploymentConfig(canary=url, timeout_s=2.0))
     with pytest.raises(DeploymentFailed, match="nothing was decided"):
         gone.decide(gone.first, gone.base, "0000")
+
+
+def test_a_smoke_episode_asks_no_server_for_routing(ran: World) -> None:
+    rollouts = ran.experiment.rollouts.model_copy(update={"record_routing": True})
+    with serving(open_artifact(ran.store, stage_of(ran, "unrouted").base)) as url:
+        evaluation = ran.experiment.evaluation.model_copy(update={"engine": OpenAIConfig(base_url=url)})
+        for server in ({"evaluation": evaluation}, {"deployment": DeploymentConfig(canary=url)}):
+            stage = stage_of(ran, "unrouted", rollouts=rollouts, **server)
+            assert stage.smoke(stage.first).fault is None
 
 
 @pytest.mark.parametrize("value", [float("nan"), None])

@@ -221,14 +221,23 @@ def test_settings_that_sampled_count_and_not_those_that_the_file_has_now(source:
     assert run(source, "e") == ["0000"]
 
 
-def test_a_fork_that_samples_at_its_sources_engine_says_so(source: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("triplane_dagster.fork.preview", lambda *_: None)  # its source was sampled by another engine
+def test_a_fork_that_uses_an_engine_of_its_source_says_so(source: World, monkeypatch: pytest.MonkeyPatch) -> None:
     path = Path("experiments/tiny.yaml")
-    path.write_text(path.read_text() + "engine: {kind: vllm, base_url: 'http://gpu:8000'}\n")
-    shared = plan_fork(source.store, path, "0000", "e", [], 1)
-    assert shared.shared_engine == "http://gpu:8000"
-    own = plan_fork(source.store, path, "0000", "e", ["engine.base_url=http://other:8000"], 1)
-    assert own.shared_engine is None
+    values, server = path.read_text(), "{kind: vllm, base_url: 'http://gpu:8000'}"
+    path.write_text(values.replace("evaluation: {", f"evaluation: {{engine: {server}, "))
+    said = CliRunner().invoke(app, ["fork", "tiny/0000", "--as", "e", "--dry-run"]).stdout
+    assert "its engines and those of its source share gpu:8000, where one policy is served at a time" in said
+    path.write_text(f"{values}engine: {{kind: vllm, base_url: 'http://gpu:8000,http://gpu:8001'}}\n")
+    monkeypatch.setattr("triplane_dagster.fork.preview", lambda *_: None)  # its source was sampled by another engine
+
+    def shared(*overrides: str) -> list[str]:
+        return plan_fork(source.store, path, "0000", "e", list(overrides), 1).shared
+
+    assert shared() == ["gpu:8000", "gpu:8001"]
+    assert shared("engine.base_url=http://gpu:8001/") == ["gpu:8001"]
+    assert shared(f"engine={{kind: routed, replicas: [{server}]}}") == ["gpu:8000"]
+    assert shared("engine.base_url=http://other:8000") == []
+    assert shared("engine.base_url=http://other:8000", f"evaluation.engine={server}") == ["gpu:8000"]
 
 
 def test_deleted_or_missing_rollouts_are_never_sampled_anew(source: World) -> None:

@@ -174,7 +174,7 @@ _SERVER = "engine={kind: sglang, base_url: http://a:1, unmatched: warn}"
     [
         ([_SERVER], "name other servers in evaluation.engine"),
         (["engine={kind: routed, replicas: [{kind: openai, base_url: http://a/v1}]}"], "name other servers"),
-        ([_SERVER, _SERVER.replace("engine=", "evaluation.engine=")], "evaluation.engine is engine"),
+        ([_SERVER, _SERVER.replace("engine=", "evaluation.engine=")], "engine and evaluation.engine share a:1: name"),
         (
             ["engine={kind: vllm, unmatched: warn, idle: sleep}", "evaluation.engine={kind: builtin}"],
             "engine.idle would take away the servers",
@@ -186,8 +186,52 @@ def test_servers_that_sample_are_not_taken_for_evaluations(overrides: list[str],
         load_experiment(TINY, ["off_policy.overlap=true", *overrides])
 
 
+_VLLM = "kind: vllm, unmatched: warn"
+_OPENAI = "kind: openai, base_url"
+
+
 @pytest.mark.parametrize(
-    "overrides", [["engine={kind: routed, replicas: [{kind: builtin}]}"], [_SERVER, "evaluation.engine={}"]]
+    ("engine", "other", "shared"),
+    [
+        (f"{_OPENAI}: http://a:1/v1", f"{_OPENAI}: http://A:1/v1/, timeout_s: 9", "a:1"),
+        (f"{_OPENAI}: 'http://me:key@a:1/v1?x=1'", f"{_OPENAI}: 'http://you:key@a:1/v1?x=1'", r"http://a:1/v1\?x=1"),
+        (f"{_VLLM}, base_url: http://a:1/", f"{_OPENAI}: http://a:1/v1", "a:1"),
+        (
+            f"{_VLLM}, base_url: [http://a, http://b:1]",
+            f"{_VLLM}, base_url: 'http://b:1,http://c,http://a:80'",
+            "a:80, b:1",
+        ),
+        (f"{_VLLM}, base_url: 'dns:a:1'", f"{_VLLM}, base_url: 'http://a:1'", "a:1"),
+        (
+            "kind: trtllm, unmatched: warn, address: 'a:1'",
+            "kind: trtllm, unmatched: warn, address: 'A:1', retries: 1",
+            "a:1",
+        ),
+        (f"kind: routed, replicas: [{{{_OPENAI}: http://a:1/v1}}]", f"{_OPENAI}: http://a:1/v1", "a:1"),
+        (_VLLM, f"{_VLLM}, drain_s: 5", "all GPUs of the machine"),
+        (f"{_VLLM}, devices: [0, 1]", f"{_VLLM}, devices: [1, 2]", "GPU 1"),
+        (f"{_VLLM}, devices: [1]", "kind: trtllm, unmatched: warn", "GPU 1"),
+    ],
+)
+def test_two_engines_at_one_server_are_no_engines_for_overlap(engine: str, other: str, shared: str) -> None:
+    overrides = [f"engine={{{engine}}}", f"evaluation.engine={{{other}}}"]
+    with pytest.raises(ExperimentError, match=f"engine and evaluation.engine share {shared}: name other servers"):
+        load_experiment(TINY, ["off_policy.overlap=true", *overrides])
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["engine={kind: routed, replicas: [{kind: builtin}]}"],
+        [_SERVER, "evaluation.engine={}"],
+        [f"engine={{{_OPENAI}: http://a:1/v1}}", f"evaluation.engine={{{_OPENAI}: http://a:2/v1}}"],
+        [f"engine={{{_OPENAI}: http://a/one/v1}}", f"evaluation.engine={{{_OPENAI}: http://a/two/v1}}"],
+        [f"engine={{{_VLLM}, base_url: http://a:1}}", f"evaluation.engine={{{_VLLM}}}"],
+        [
+            f"engine={{{_VLLM}, devices: [0]}}",
+            "evaluation.engine={kind: trtllm, unmatched: warn, env: {CUDA_VISIBLE_DEVICES: '1'}}",
+        ],
+    ],
 )
 def test_an_engine_for_each_half_allows_overlap(overrides: list[str]) -> None:
     assert load_experiment(TINY, ["off_policy.overlap=true", *overrides]).off_policy.overlap

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from dagster._core.events import RunFailureReason
 from dagster._core.execution.retries import auto_reexecution_should_retry_run
 from dagster._core.storage.tags import PARENT_RUN_ID_TAG, ROOT_RUN_ID_TAG
 from dagster_world import World
-from pinning import decide
+from pinning import decide, make_base
 
 from assets.naming import key_of
 from contracts.artifacts import open_artifact
@@ -21,7 +22,8 @@ from contracts.store import open_store
 from ops.inputs import find_inputs, trainer_state_of
 from ops.report.facts import restored
 from ops.report.sources import find_sources
-from ops.rollback import change_live, plan_rollback
+from ops.rollback import change_live, plan_rollback, roll_back_once
+from resources.errors import RegistryError
 from resources.experiment import Experiment
 from resources.refs import require_ref
 from resources.registry import Registry
@@ -107,11 +109,36 @@ def test_a_rollback_to_the_previous_policy_that_waited_while_another_one_went_li
         assert "went live after this rollback was launched" in str(event.step_failure_data.error_display_string)
         assert "launch it again with `to`, which is 2" in str(event.step_failure_data.error_display_string)
         assert registry.history() == before
-        decide(mine.store, mine.experiment, "0002")  # its decision follows the promotion
+        decide(mine.store, mine.experiment, "0002", policy=new.digest)  # its decision follows the promotion
     assert launch(mine, reason="the new one cheats, too").success, "launched after the promotion"
     assert launch(mine, tags=executed, to="1", reason="it cheats").success, "a policy that is named is meant"
     live = registry.live()
     assert live is not None and live.origin == 1
+
+
+def test_a_queued_rollback_takes_no_decision_about_another_policy_for_that_of_the_live_one(
+    tiny: Experiment, tmp_path: Path
+) -> None:
+    """Of an iteration that is trained again, the second decision is recorded once the servers are swapped."""
+    store = open_store(str(tmp_path))
+    make_base(store, tiny)
+    registry, base = Registry(store, tiny.name), require_ref(store, tiny.name, "base_policy")
+    first, second = (base.model_copy(update={"digest": digest * 64}) for digest in "12")
+    assert registry.promote(first, trainer_state_of(store, base), parent=base.digest, iteration="0000")
+    decide(store, tiny, "0000", policy=first.digest)
+    change_live(store, tiny.name, plan_rollback(store, tiny.name, None), "trained on a bad task")
+    asked = time.time()
+    assert registry.promote(second, trainer_state_of(store, base), parent=base.digest, iteration="0000")
+    before = registry.history()
+    for _ in range(2):
+        with pytest.raises(RegistryError, match="went live after this rollback was launched"):
+            roll_back_once(store, tiny, None, "it cheats", "queued", asked)
+        assert registry.history() == before
+        decide(store, tiny, "0000", "refused", policy=second.digest)  # as with another margin, before it went live
+    decide(store, tiny, "0000", policy=second.digest)
+    decide(store, tiny, "0000", "stale", policy="3" * 64)
+    done = roll_back_once(store, tiny, None, "it cheats", "later", time.time())
+    assert done.entry.policy == base, "a later decision about another candidate does not count"
 
 
 def test_dagster_does_not_launch_a_rollback_again_by_itself(tiny: Experiment, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import dagster as dg
 import pytest
 import yaml
+from dagster._core.storage.tags import AUTO_RETRY_RUN_ID_TAG, PARENT_RUN_ID_TAG, ROOT_RUN_ID_TAG
 from dagster._utils.tags import TagConcurrencyLimitsCounter
 from pinning import commit, counting_store, decide, make_base, pin, sample
 
@@ -59,11 +60,20 @@ class Desk:
         assert added == ([request.partition_key] if request.partition_key else [])
         return request
 
-    def launch(self, request: dg.RunRequest, status: dg.DagsterRunStatus) -> dg.DagsterRun:
-        """A run of the request in this state, as the daemon creates it."""
+    def launch(
+        self, request: dg.RunRequest, status: dg.DagsterRunStatus, killed: dg.DagsterRun | None = None
+    ) -> dg.DagsterRun:
+        """A run of the request in this state, as the daemon creates it. killed: the run that this one repeats."""
         tags = {**request.tags, **({"dagster/partition": request.partition_key} if request.partition_key else {})}
         job = self.definitions.resolve_job_def(request.job_name or "")
-        return self.instance.create_run_for_job(job, status=status, tags=tags, run_config=request.run_config)
+        root = killed.run_id if killed else None
+        tags |= {PARENT_RUN_ID_TAG: root, ROOT_RUN_ID_TAG: root} if root else {}
+        run = self.instance.create_run_for_job(
+            job, status=status, tags=tags, run_config=request.run_config, root_run_id=root, parent_run_id=root
+        )
+        if killed is not None:
+            self.instance.add_run_tags(killed.run_id, {AUTO_RETRY_RUN_ID_TAG: run.run_id})
+        return run
 
     def serve(self, decision: Any = "live") -> str | None:
         """Let the requested iteration succeed with this decision. Returns its key, or None if none was requested."""
@@ -236,6 +246,29 @@ def test_with_overlap_an_iteration_that_was_sampled_is_finished_after_the_deadli
         "the next night may ask"
     )
     assert unfinished_target(desk.store, desk.experiment) is None
+
+
+def test_a_request_whose_time_is_over_waits_until_dagster_launches_a_killed_run_again(
+    desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    retries = {"enabled": True, "max_retries": 1, "retry_on_asset_or_op_failure": False}
+    (tmp_path / "retries").mkdir()
+    with dg.DagsterInstance.local_temp(str(tmp_path / "retries"), overrides={"run_retries": retries}) as instance:
+        both = Desk(desk.experiment, desk.store, instance).with_(off_policy=OffPolicyConfig(overlap=True))
+        both.train(iterations=3, max_hours=2)
+        sampling = both.tick()
+        assert isinstance(sampling, dg.RunRequest)
+        killed = both.launch(sampling, dg.DagsterRunStatus.STARTED)
+        write_ref(both.store, "tiny", "iteration_inputs", "0000", commit(both.store, "iteration_inputs", "a" * 64).ref)
+        began = time.time()
+        monkeypatch.setattr("triplane_dagster.sensors.time.time", lambda: began + 2 * 3600 + 60)
+        instance.report_run_failed(killed)
+        assert both.tick() == "its time is over, and Dagster is about to launch a failed run again"
+        again = both.launch(sampling, dg.DagsterRunStatus.STARTED, killed)
+        assert str(again.run_id) in str(both.tick())
+        instance.report_run_failed(again)  # the last attempt
+        assert f"ended: its time is over, run {again.run_id} of 0000 ended as failure" in str(both.tick())
+        assert unfinished_target(both.store, both.experiment) is None
 
 
 def test_an_iteration_whose_report_is_missing_is_finished_first(desk: Desk) -> None:

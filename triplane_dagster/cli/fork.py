@@ -58,10 +58,10 @@ def fork(
         return
     rows = [{each: step[each] for each in ("step", "partition", "state", "where")} for step in steps]
     print_rows(rows, as_json=False, title=f"{name}: the first iteration of the fork (found: shared with {source})")
-    if planned.shared_engine is not None:
+    if planned.shared:
         typer.echo(
-            f"it samples at the engine of its source, {planned.shared_engine}, which serves one policy at a time: do"
-            " not run both at once, or set engine.base_url"
+            f"its engines and those of its source share {', '.join(planned.shared)}, where one policy is served at a"
+            " time: do not run both at once, or set other ones in engine and evaluation.engine"
         )
     typer.echo(
         f"{planned.path} {'would be written' if dry_run else 'is written'}; then: triplane iterate -e {name} -n 1"

@@ -32,7 +32,8 @@ def gc(
     as_json: AsJson = False,
 ) -> None:
     """List, and with --yes remove, trainer states that nothing starts from, groups that were merged into their
-    rollouts, snapshots of trainings that were given up, and leftovers of killed writers (as `triplane store gc` does).
+    rollouts, snapshots that are older than a week and that no iteration continues from, and leftovers of killed writers
+    (as `triplane store gc` does).
 
     Kept: every checkpoint, dataset, episode, evaluation and report, so that lineage and recall answer as before; the
     trainer states of base policies, of live policies and the last promotions below them, of the last iterations, and of

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from contracts.errors import ConfigError
 from contracts.store import Store, open_store
-from triplane_dagster.cli.experiments import find_experiment
+from triplane_dagster.cli.experiments import file_in_store, name_in_store
 from triplane_dagster.cli.interrupts import stoppable
 from triplane_dagster.cli.options import AsJson, ExperimentName
 from triplane_dagster.cli.output import console, print_json, print_rows
@@ -56,11 +56,14 @@ def rollback(
     """
     from ops.rollback import RolledBack, bring_live, change_live, plan_rollback
     from resources.errors import AlreadyLive
+    from resources.experiment import load_experiment
 
-    wanted, store = find_experiment(experiment), open_store()
+    store = open_store()
     if list_changes:
-        print_rows(_changes(store, wanted.name), as_json=as_json, empty="nothing was promoted yet")
+        name = name_in_store(store, experiment)
+        print_rows(_changes(store, name), as_json=as_json, title=name, empty=f"nothing of {name} was promoted yet")
         return
+    wanted = load_experiment(file_in_store(store, experiment))
     try:
         plan = plan_rollback(store, wanted.name, to)
     except AlreadyLive as error:
