@@ -46,7 +46,7 @@ def rollouts(draw: st.DrawFn, *, plain: bool = False) -> Rows:
         for sample in range(draw(st.integers(1 + plain, 4))):
             name = f"e{group}-{sample}"
             outcome = "completed" if plain else draw(st.sampled_from(OUTCOMES))
-            known = [0.0, 0.1, 1.1] if plain else [None, 0.0, 0.1, 1.1]
+            known = [0.0, 0.7, 1.1] if plain else [None, 0.0, 0.7, 1.1]
             reward = None if outcome in UNSCORED else draw(st.sampled_from(known))
             solved = None if reward is None else reward > 1
             episodes.append(
@@ -115,7 +115,7 @@ configs = st.builds(
     max_tokens=st.none() | st.integers(1, 6),
     drop_truncated=st.booleans(),
     min_deviation=st.sampled_from([0.0, 0.0, 0.05, 0.6]),
-    min_reward=st.sampled_from([None, None, 0.1, 1.1]),
+    min_reward=st.sampled_from([None, None, 0.7, 1.1]),
     require=st.lists(
         st.sampled_from(
             [
@@ -391,6 +391,51 @@ def test_a_member_left_out_for_its_length_still_counts_in_its_groups_mean(tmp_pa
     assert members["reason"].to_pylist() == [None, "too_long", "zero_variance", "zero_variance"]
     at_the_limit, _ = select_rows(*tables(rows, tmp_path), DatasetConfig(max_tokens=9))
     assert at_the_limit["episode_id"].to_pylist() == ["a0", "a1"]
+
+
+@pytest.mark.parametrize(
+    ("rules", "reasons"),
+    [
+        ({}, [None] * 4),
+        # rewards are float32: 0.7 is not below 0.7
+        ({"min_reward": 0.7}, [None, None, "low_reward", "low_reward"]),
+        # standard deviation 0.4397 with divisor n - 1, 0.3808 with n
+        ({"min_deviation": 0.43}, [None] * 4),
+        ({"min_deviation": 0.45}, ["low_deviation"] * 4),
+        # the last episode broke its sandbox, so that it has no value
+        ({"require": [{"component": "one", "at_most": 0.8}]}, [None, None, None, "unmet"]),
+        ({"require": [{"component": "one", "at_least": 0.5, "at_most": 0.7}]}, ["unmet", None, "unmet", "unmet"]),
+        ({"agree": [{"components": ["one", "two"], "within": 0.3}]}, [None, None, "disagreement", None]),
+        ({"agree": [{"components": ["one"], "within": 0.1}]}, [None, "disagreement", None, None]),
+        ({"min_policy_tokens": 3}, [None, None, None, "too_short"]),
+        # the first episode has the same tokens, and another test result
+        ({"distinct": {"similarity": 1}}, [None, None, "duplicate", None]),
+        ({"distinct": {"similarity": 1}, "min_reward": 0.5}, [None, None, "low_reward", "low_reward"]),
+    ],
+)
+def test_a_rule_leaves_out_what_it_says(rules: dict[str, Any], reasons: list[str | None], tmp_path: Path) -> None:
+    rewards, tokens = (1.0, 0.7, 0.3, 0.0), ([5, 6, 7], [5, 6, 7], [5, 6, 7], [5, 6])
+    values = {("one", 0): (0.8, 0.0), ("two", 0): (0.5, None), ("one", 1): (0.5, 0.2), ("two", 1): (0.6, None)}
+    values |= {("one", 2): (0.2, 0.1), ("two", 2): (0.6, None)}
+    names = [{"episode_id": f"e{number}", "group_id": "g"} for number in range(4)]
+    rows: Rows = {
+        "episodes": [
+            row | {"task_id": "t0", "sample": number, "outcome": "completed"} for number, row in enumerate(names)
+        ],
+        "rewards": [
+            row | {"reward": reward, "solved": reward == 1.0} for row, reward in zip(names, rewards, strict=True)
+        ],
+        "sequences": [
+            row | {"index": 0, "token_ids": each, "token_role": [1] * len(each)}
+            for row, each in zip(names, tokens, strict=True)
+        ],
+        "ratings": [
+            {"episode_id": f"e{number}", "component": component, "value": value, "spread": spread}
+            for (component, number), (value, spread) in values.items()
+        ],
+    }
+    _, members = select(rows, DatasetConfig.model_validate(rules), set(), tmp_path)
+    assert members["reason"].to_pylist() == reasons
 
 
 def test_groups_without_variance_give_an_empty_dataset_with_reasons(tmp_path: Path) -> None:
