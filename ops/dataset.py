@@ -6,24 +6,27 @@ from collections.abc import Mapping, Sequence
 
 from contracts.artifacts import Artifact, open_artifact
 from curation.dataset import build_dataset
-from ops.quarantine.members import commit_quarantined, quarantined_ref
+from ops.dataset_inputs import DatasetInputs
 from ops.step import Step
 from resources.errors import NothingLeft
-from resources.quarantine import Mark, Quarantine
+from resources.quarantine import Mark
 
 
 def make_dataset(step: Step) -> Artifact:
-    """Make the `dataset` artifact of an iteration. Raises NothingLeft if every episode is quarantined."""
+    """Make the `dataset` artifact of an iteration.
+
+    Raises NothingLeft if every episode is quarantined, RewardsMismatch if the rewards lack a component of a rule.
+    """
     given = {role: step.parent(role) for role in step.spec.inputs}
-    marks = Quarantine(step.store).episodes(given["rollouts"], given["rewards"])
-    work = step.spec.work_on(step.state, {**given, **quarantined_ref(marks)})
+    inputs = DatasetInputs(step.store, step.experiment.dataset, given)
+    marks, work = inputs.marks, step.spec.work_on(step.state, inputs.refs)
     found = work.find()
     if found is not None:
         return found
-    commit_quarantined(step.store, marks)
+    inputs.commit()
     rollouts, rewards = (open_artifact(step.store, given[role]) for role in ("rollouts", "rewards"))
     with work.writer() as out:
-        report = build_dataset(rollouts, rewards, step.experiment.dataset, out, marks)
+        report = build_dataset(rollouts, rewards, inputs.config, out, marks, inputs.ratings, inputs.families)
         if marks and len(marks) == report.episodes:
             raise NothingLeft(nothing_left(f"{step.experiment.name}/{step.iteration}", marks))
         return out.commit(meta=report.model_dump(mode="json"))

@@ -22,15 +22,14 @@ from curation.tasks.suite import SUITE_VERSION, TaskSuiteConfig
 from curation.tokenizer import TOKENIZER_VERSION, tokenizer_key
 from inference.rollouts import ROLLOUTS_VERSION
 from ops import where
+from ops.dataset_inputs import DatasetInputs
 from ops.difficulty import difficulty_note
 from ops.floor import find_floor
 from ops.fork import source_inputs
-from ops.quarantine.members import quarantined_ref
 from ops.readings import EVALUATION_RUN, EVALUATION_RUN_VERSION, WHO, readings_of, sampling_slice
 from ops.spec import Refs, Slice, StepSpec
 from ops.state import IterationInputs, IterationState
 from resources.experiment import Experiment, ForkConfig, ImportedBase, SftBase
-from resources.quarantine import Quarantine
 from resources.refs import earlier_refs, read_ref
 from trainer.config import IMPORT_VERSION, RL_VERSION, SFT_VERSION
 from trainer.precision import DEFAULT
@@ -280,10 +279,10 @@ REWARD_FLIPS = StepSpec(
 )
 
 
-def _trusted_inputs(state: IterationState) -> Refs | None:
-    """Rollouts, rewards and, if there are any, the quarantined episodes among them."""
+def _dataset_inputs(state: IterationState) -> Refs | None:
+    """Rollouts, rewards and what `DatasetInputs` adds."""
     given = DATASET.parents(state)
-    return given and {**given, **quarantined_ref(Quarantine(state.store).episodes(given["rollouts"], given["rewards"]))}
+    return given and DatasetInputs(state.store, state.experiment.dataset, given).refs
 
 
 DATASET = StepSpec(
@@ -293,7 +292,7 @@ DATASET = StepSpec(
     inputs={"rollouts": "rollouts", "rewards": "rewards"},
     plane="curation",
     where=lambda experiment: "this process (DuckDB)",
-    key_inputs=_trusted_inputs,
+    key_inputs=_dataset_inputs,
 )
 
 

@@ -7,9 +7,8 @@ from typing import Any
 from contracts.artifacts import Artifact
 from curation.rewards import RewardConfig
 from curation.rewards.summary import component_summaries
+from curation.rewards.tables import EVIDENCE_FILE
 from ops.results import Metadata, markdown_table
-
-EVIDENCE_FILE = "evidence.parquet"
 
 
 def component_metadata(rewards: Artifact, config: RewardConfig) -> Metadata:

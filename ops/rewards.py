@@ -11,6 +11,7 @@ from contracts.chat import ChatTokenizer
 from contracts.episodes import STRAGGLERS
 from curation.rewards import RewardConfig, grade_rollouts
 from curation.rewards.grading import Graded
+from curation.rewards.tables import EVIDENCE_FILE
 from curation.statistics import pass_rate
 from curation.verify import Verifier
 from ops.loading import load_tasks, load_tokenizer
@@ -29,7 +30,7 @@ def grade(step: Step, sandboxes: SandboxesResource) -> Artifact:
         out.add_table("rewards.parquet", graded.rewards)
         if config.components:
             # why, not what: a judge's other words for the same score change nothing that comes after
-            out.add_table("evidence.parquet", graded.evidence, telemetry=True)
+            out.add_table(EVIDENCE_FILE, graded.evidence, telemetry=True)
         return out.commit(meta=_facts(graded.rewards, config))
 
 

@@ -25,6 +25,7 @@ from contracts.errors import ConfigError
 from contracts.yaml_text import load_yaml
 from curation.dataset import DatasetConfig
 from curation.rewards import RewardConfig
+from curation.rewards.config import JudgeComponent
 from curation.tasks.demonstrations import DemonstrationConfig
 from curation.tasks.suite import ImportedSuiteConfig, TaskSuiteConfig
 from inference.engines.config import BuiltinConfig, EngineConfig
@@ -302,6 +303,7 @@ class Experiment(Section):
                 f"{self.rollouts.temperature}: set both to the same value"
             )
         self._require_one_variance()
+        self._require_components()
         self._require_records()
         self._require_experts()
         for name, engine in self.engines.items():
@@ -370,6 +372,29 @@ class Experiment(Section):
             raise ValueError(
                 "rewards.solved is 0, but rollouts.refill and dataset.variance_of compare solved: set rollouts.refill"
                 " to false and dataset.variance_of to reward"
+            )
+
+    def _require_components(self) -> None:
+        """Require that the components that the dataset's rules name are there, and have what the rules read."""
+        components = {each.name: each for each in self.rewards.components}
+        for name in sorted(self.dataset.components - components.keys()):
+            known = ", ".join(components) or "none yet"
+            raise ValueError(
+                f"dataset.require or dataset.agree names {name}, which rewards.components lacks: name one of those"
+                f" ({known}), or add it there, with weight 0 if it is not to be rewarded"
+            )
+        for names in (each.components for each in self.dataset.agree):
+            judge = components[names[0]]
+            if len(names) == 1 and (not isinstance(judge, JudgeComponent) or judge.samples < 2):
+                raise ValueError(
+                    f"dataset.agree compares {names[0]} with itself, which only a judge with several samples can"
+                    " contradict: raise its samples, or name another component beside it"
+                )
+        advantage = getattr(self.trainer.algorithm, "advantage", None)
+        if self.dataset.agree and not self.dataset.drop_zero_variance and advantage == "leave_one_out":
+            raise ValueError(
+                "dataset.agree may leave a single graded episode in a group, which has no baseline with"
+                " trainer.algorithm.advantage leave_one_out: set dataset.drop_zero_variance to true"
             )
 
     def _require_records(self) -> None:

@@ -31,6 +31,8 @@ aborted, dropped), or not_graded if the verifier's infrastructure failed. `findi
 (docs/threat-model.md), usually none; tables of earlier versions lack the column.
 """
 
+EVIDENCE_FILE = "evidence.parquet"
+"""File of an artifact `rewards` with EVIDENCE, outside its digest; absent without components."""
 EVIDENCE = pa.schema(
     [
         ("episode_id", pa.string()),

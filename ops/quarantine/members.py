@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from contracts.artifacts import SCHEMA_VERSION, ArtifactRef, ArtifactWriter, FileEntry, artifact_exists, content_digest
-from contracts.digests import canonical_json, digest_of, sha256
+from contracts.artifacts import ArtifactRef
 from contracts.store import Store
+from ops.derived import commit_derived, derived_ref
 
 QUARANTINED = "quarantined"
 """Kind of the artifact, and its role among the parents of a dataset."""
@@ -19,18 +19,11 @@ def quarantined_ref(ids: Iterable[str]) -> dict[str, ArtifactRef]:
     It depends on the episodes alone, not on the marks that name them: lifting a mark restores the earlier key.
     """
     listed = sorted(ids)
-    if not listed:
-        return {}
-    body = canonical_json(listed)
-    entry = FileEntry(path=_FILE, size=len(body), sha256=sha256(body), digest=sha256(body))
-    digest = content_digest(QUARANTINED, SCHEMA_VERSION, [entry])
-    return {QUARANTINED: ArtifactRef(kind=QUARANTINED, key=digest_of([QUARANTINED, listed]), digest=digest)}
+    return {QUARANTINED: derived_ref(QUARANTINED, _FILE, listed)} if listed else {}
 
 
 def commit_quarantined(store: Store, ids: Iterable[str]) -> None:
     """Make the artifact of `quarantined_ref`, if there are ids."""
-    for ref in quarantined_ref(ids).values():
-        if not artifact_exists(store, ref.kind, ref.key):
-            with ArtifactWriter(store, ref.kind, ref.key, parents={}, config={}, code_version="1") as out:
-                out.add_json(_FILE, sorted(ids))
-                out.commit()
+    listed = sorted(ids)
+    if listed:
+        commit_derived(store, QUARANTINED, _FILE, listed)

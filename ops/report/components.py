@@ -9,8 +9,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from contracts.artifacts import Artifact
+from curation.rewards.tables import EVIDENCE_FILE
 from ops.report.history import finite
-from ops.reward_components import EVIDENCE_FILE
 
 MAX_REASON, MAX_ANSWER = 600, 1_200
 """Maximum characters of one reason and of one answer of a judge."""

@@ -7,8 +7,10 @@ import os
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import dagster as dg
 import pytest
@@ -19,13 +21,17 @@ from typer.testing import CliRunner
 from contracts.artifacts import Artifact, ArtifactRef, discard_artifact, list_artifacts, open_artifact
 from contracts.errors import ArtifactMissing
 from contracts.store import open_store
+from curation.dataset import ratings_of
 from ops.inputs import find_inputs
+from ops.loading import load_tasks
 from ops.quarantine.question import reach_of
+from ops.report.page import read_data
 from resources.errors import IterationRefused, LaunchFailed
 from resources.experiment import load_experiment
 from resources.quarantine import Quarantine
 from resources.refs import read_ref, require_ref
 from resources.registry import Registry
+from tests.curation.judge_server import judge_server, scored
 from triplane_dagster.assembly import load_definitions
 from triplane_dagster.cli.app import app
 from triplane_dagster.fork import plan_fork
@@ -282,6 +288,64 @@ def test_quarantined_episodes_leave_the_datasets_of_forks_too(source: World) -> 
     for name in names:
         members = made(source, name, "dataset").table("members.parquet", ["episode_id", "reason"]).to_pylist()
         assert {row["reason"] == "quarantined" for row in members} == {True, False}
+
+
+def test_fork_with_rules_over_judgements_reaches_key_report_quarantine_and_the_next_rules(source: World) -> None:
+    def reply(path: str, body: dict[str, Any]) -> Any:
+        length = len(body["messages"][1]["content"])
+        return scored((length + 5 * body["seed"] * (length % 3 == 0)) % 11)
+
+    def rules(within: float) -> list[str]:
+        values = {
+            "require": [{"component": "review", "at_least": 0.3}],
+            "agree": [{"components": ["review"], "within": within}],
+            "distinct": {"similarity": 1},
+            "caps": [{"by": "family", "max_groups": 1}],
+        }
+        return [part for name, value in values.items() for part in ("--set", f"dataset.{name}={json.dumps(value)}")]
+
+    with judge_server(reply) as server:
+        review = {"kind": "judge", "name": "review", "weight": 0, "samples": 2, "model": "judge-1"}
+        length = {"kind": "length", "name": "length", "weight": -0.5, "budget": 48, "cushion": 48}
+        components = json.dumps([length, review | {"endpoint": {"url": f"{server.url}/v1"}}])
+        for name, within in (("strict", 0.3), ("lax", 1.0)):
+            fork("tiny/0000", "--as", name, "--set", f"rewards.components={components}", *rules(within))
+        run(source, "strict")
+        asked = len(server.asked)
+        run(source, "lax")
+        assert 0 < asked == len(server.asked)
+    rewards, strict, lax = (
+        made(source, name, step) for name, step in (("strict", "rewards"), ("strict", "dataset"), ("lax", "dataset"))
+    )
+    assert made(source, "lax", "rewards").ref == rewards.ref and strict.ref.key != lax.ref.key
+    assert set(strict.manifest.parents) == {"rollouts", "rewards", "ratings", "task_suite"}
+    rated = {row["episode_id"]: row for row in ratings_of(rewards, {"review"}).to_pylist()}
+    suite = load_tasks(source.store, strict.manifest.parents["task_suite"])
+    tasks = made(source, "strict", "rollouts").table("episodes.parquet", ["group_id", "task_id"]).to_pylist()
+    family_of = {row["group_id"]: suite[row["task_id"]].family for row in tasks}
+    for dataset, within in ((strict, 0.3), (lax, 1.0)):
+        rows = dataset.table("members.parquet").to_pylist()
+        for row in rows:
+            told = rated[row["episode_id"]]
+            expected = "disagreement" if told["spread"] > within else "unmet" if told["value"] < 0.3 else None
+            assert row["reason"] == expected or (expected is None and row["reason"] in ("duplicate", "over_cap"))
+            assert (row["reward"] is None) == (expected == "disagreement")
+        kept = [family_of[group] for group in {row["group_id"] for row in rows if row["kept"]}]
+        assert len(kept) == len(set(kept)) > 0
+    reasons = Counter(row["reason"] for row in strict.table("members.parquet").to_pylist())
+    assert reasons["disagreement"] and reasons["unmet"] and strict.meta["reasons"]["unmet"] == reasons["unmet"]
+    assert '"unmet"' in json.dumps(read_data(made(source, "strict", "report").path("report.html").read_bytes()))
+    experiment = load_experiment("experiments/strict.yaml")
+    assert changed_steps(source.store, experiment, ["0000"]) == []
+
+    task = tasks[0]["task_id"]
+    _, marked = reach_of(source.store, "task", task)
+    Quarantine(source.store).mark("task", task, marked, "a test")
+    assert rebuild(source.store, [("strict", "0000")], lambda _: experiment, source.instance).faults == []
+    rebuilt = made(source, "strict", "dataset")
+    assert set(rebuilt.manifest.parents) == {*strict.manifest.parents, "quarantined"}
+    assert rebuilt.manifest.parents["ratings"] == strict.manifest.parents["ratings"]
+    assert rebuilt.meta["reasons"]["quarantined"] == 4
 
 
 def test_a_killed_fork_leaves_no_experiment_and_deleting_one_leaves_its_source(source: World) -> None:
