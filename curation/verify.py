@@ -22,6 +22,7 @@ from functools import partial
 
 from pydantic import ValidationError
 
+from contracts import tracing
 from contracts.artifacts import Frozen
 from contracts.digests import canonical_json, digest_of, sha256
 from contracts.errors import ArtifactCorrupt, ArtifactMissing
@@ -242,6 +243,12 @@ class Verifier:
         diff: the final state, also of a kind other than a diff. Raises InfraFault if envd keeps failing (the caller
         leaves the episode ungraded), CurationError for a task of hidden tests that has none.
         """
+        with tracing.span("grade", {"triplane.task": task.task_id}) as span:
+            verdict = await self._grade(task, diff)
+            span.set({"triplane.solved": verdict.solved, "triplane.verdict": verdict.exit})
+            return verdict
+
+    async def _grade(self, task: Task, diff: bytes) -> Verdict:
         if isinstance(task.final_state, AnswerState):
             return verdict_of(grade_answer(task.final_state, diff))
         if isinstance(task.final_state, RequestsState):

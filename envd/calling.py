@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 import grpc
 
+from contracts import tracing
 from contracts.rpc.connecting import ERROR_NAME
 from envd import errors
 from envd.connection import ERROR_NUMBER, IDEMPOTENCY_KEY, Access, Metadata
@@ -87,7 +88,7 @@ class Caller:
 
     def _all(self, metadata: Metadata, key: str | None) -> Metadata:
         keyed = ((IDEMPOTENCY_KEY, key),) if key is not None else ()
-        return (*self._metadata, *metadata, *keyed)
+        return (*self._metadata, *metadata, *keyed, *tracing.carrier().items())
 
 
 def error_of(code: int, words: str) -> errors.EnvdError:

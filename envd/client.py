@@ -25,6 +25,7 @@ from typing import Any, Self, cast
 
 import grpc
 
+from contracts import tracing
 from contracts.pb import envd_pb2 as pb
 from contracts.pb import envd_pb2_grpc as rpc
 from envd.calling import RPC_GRACE_S, Caller
@@ -322,7 +323,15 @@ class SandboxClient:
         if not hasattr(self, stub):
             raise EnvdError("SandboxClient is not open: use it as `async with SandboxClient(address) as client`")
         deadline_s = RPC_GRACE_S if timeout_s is None else timeout_s
-        return await self.caller.ask(getattr(getattr(self, stub), name), request, deadline_s, metadata, key)
+        with tracing.span(*tracing.grpc_call(f"triplane.envd.v1.{stub.capitalize()}", name), "client") as span:
+            try:
+                reply = await self.caller.ask(getattr(getattr(self, stub), name), request, deadline_s, metadata, key)
+            except EnvdError as error:
+                if isinstance(error.__cause__, grpc.aio.AioRpcError):
+                    span.set({tracing.GRPC_CODE: error.__cause__.code().name})
+                raise
+            span.set({tracing.GRPC_CODE: "OK"})
+            return reply
 
 
 class Sandbox:

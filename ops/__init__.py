@@ -17,6 +17,7 @@ another.
     after_swap       servers updated; automatic rollback of a policy that none can serve
     regrading        differences between gradings of the same rollouts
     health           checks of the assets, with their thresholds
+    retries, spans   what wraps the function of every step
 
 In: a `Step` (declaration, state of its iteration, progress). Out: committed artifacts, and metadata about them
 (`results`, `samples`). `graph`, `spec`, `state`, `readings` and `where` do not import Dagster, so `triplane status` is

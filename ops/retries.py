@@ -25,6 +25,7 @@ from typing import Any
 import dagster as dg
 
 from contracts.errors import InfraFault, StoreUnreachable
+from ops.spans import step_span
 from resources.errors import DeploymentFailed, EvaluationIncomplete
 
 EXECUTOR_VARIABLE = "TRIPLANE_EXECUTOR"
@@ -66,13 +67,16 @@ def step_retries() -> dg.RetryPolicy | None:
 
 
 def bounded(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Function of an op or asset, whose first argument is Dagster's context, with the retries of this module."""
+    """Function of an op or asset, whose first argument is Dagster's context, with a span and the retries of this
+    module.
+    """
     pods = steps_are_pods()
 
     @functools.wraps(function)
     def calls(context: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            return function(context, *args, **kwargs)
+            with step_span(context):
+                return function(context, *args, **kwargs)
         except Exception as error:
             _decide(error, context.retry_number, pods)
             raise
@@ -80,7 +84,8 @@ def bounded(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def yields(context: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
         try:
-            yield from function(context, *args, **kwargs)
+            with step_span(context):
+                yield from function(context, *args, **kwargs)
         except Exception as error:
             _decide(error, context.retry_number, pods)
             raise

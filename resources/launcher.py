@@ -14,6 +14,7 @@ from typing import IO, Any
 import dagster as dg
 from pydantic import Field
 
+from contracts import tracing
 from resources.channel import PIPES_BUCKET
 from resources.errors import LaunchFailed, LaunchKilled
 from resources.gpus import VISIBLE, local_gpus
@@ -57,7 +58,12 @@ class LocalLauncher(dg.ConfigurableResource[Any]):
                 stdout=log,
                 stderr=log,
                 stdin=subprocess.DEVNULL,
-                env={**os.environ, **session.get_bootstrap_env_vars(), PARENT_VARIABLE: str(os.getpid())},
+                env={
+                    **os.environ,
+                    **session.get_bootstrap_env_vars(),
+                    **tracing.environment(),
+                    PARENT_VARIABLE: str(os.getpid()),
+                },
             )
             try:
                 while True:

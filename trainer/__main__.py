@@ -14,6 +14,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from contracts import tracing
 from contracts.errors import TriplaneError, describe
 from trainer.agent import run_ranks, sign_in, tell_agent
 from trainer.alone import Plan, prepare
@@ -83,7 +84,8 @@ def main(arguments: list[str] | None = None) -> int:
                 print(run_started(job.starter, job.ranks, own), flush=True)
             return 0
         sign_in()
-        result = _run(job, plan, plan.watched if plan else _watched(options.watch))
+        with tracing.service("trainer"), tracing.span("train", {"triplane.rank": int(os.environ.get("RANK", "0"))}):
+            result = _run(job, plan, plan.watched if plan else _watched(options.watch))
     except TriplaneError as error:
         return _failed(error)
     except OSError as error:

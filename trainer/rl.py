@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from contracts import tracing
 from contracts.artifacts import Artifact, open_artifact
 from contracts.checkpoints import check_checkpoint
 from contracts.store import Store
@@ -243,7 +244,8 @@ def _minibatch(
 
 def _step(config: RlConfig, learner: Learner, rate: float, number: int) -> float:
     """Apply the gradients. Returns the global norm of the policy's before clipping. Raises TrainingDiverged."""
-    norm = learner.backend.optim_step(rate, config.max_gradient_norm).result()
+    with tracing.span("optim_step", {"triplane.step": number}):
+        norm = learner.backend.optim_step(rate, config.max_gradient_norm).result()
     if not math.isfinite(norm):
         raise TrainingDiverged(
             f"the gradient is not finite at optimizer step {number}: lower learning_rate {config.learning_rate}"
@@ -294,7 +296,8 @@ def accumulate(
         totals.add(loss, scores)
         return whole
 
-    backend.forward_backward(microbatches, loss_of, config.temperature, routing=counts is not None).result()
+    with tracing.span("forward_backward", {"triplane.rows": len(own), "triplane.tokens": tokens}):
+        backend.forward_backward(microbatches, loss_of, config.temperature, routing=counts is not None).result()
     totals.add_ranks(ranks)
     return totals
 
@@ -370,16 +373,17 @@ def _publish(
     metrics: Metrics,
 ) -> TrainResult | None:
     """See `publish_result`. Every rank must call this."""
-    return publish_result(
-        store,
-        job.key,
-        learner.backend,
-        learner.save(step, {}),
-        start,
-        adapter=job.config.lora.adapter if job.config.lora else None,
-        parents={"dataset": job.dataset, "checkpoint": job.checkpoint, "trainer_state": job.trainer_state},
-        config={"rl": job.config.model_dump(), "seed": job.seed, "numerics": job.numerics},
-        code_version=RL_VERSION,
-        summary=summary,
-        metrics=metrics,
-    )
+    with tracing.span("export"):
+        return publish_result(
+            store,
+            job.key,
+            learner.backend,
+            learner.save(step, {}),
+            start,
+            adapter=job.config.lora.adapter if job.config.lora else None,
+            parents={"dataset": job.dataset, "checkpoint": job.checkpoint, "trainer_state": job.trainer_state},
+            config={"rl": job.config.model_dump(), "seed": job.seed, "numerics": job.numerics},
+            code_version=RL_VERSION,
+            summary=summary,
+            metrics=metrics,
+        )

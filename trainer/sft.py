@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from contracts import tracing
 from contracts.artifacts import Artifact, open_artifact
 from contracts.store import Store
 from trainer.backends.base import Backend, MuonRule
@@ -163,7 +164,8 @@ class _Run:
         factor = rate_factor(config.schedule, self.taken, config.warmup_steps, config.max_steps, config.final_rate)
         self._backend.clear_gradients()
         loss, entropy = self._backward(self._ranks.share(every), int(train.scored[every].sum()))
-        norm = self._backend.optim_step(self._rate * factor, config.max_gradient_norm).result()
+        with tracing.span("optim_step", {"triplane.step": self.taken + 1}):
+            norm = self._backend.optim_step(self._rate * factor, config.max_gradient_norm).result()
         if not math.isfinite(norm):
             raise TrainingDiverged(
                 f"the gradient is not finite at step {self.taken}: lower learning_rate {config.learning_rate}"
@@ -214,7 +216,8 @@ class _Run:
                 whole = whole + config.router_z * z_loss(scores.routing.squares, used, picks)
             return whole
 
-        self._backend.forward_backward(Parts(train, parts), loss_of, routing=config.routing_losses).result()
+        with tracing.span("forward_backward", {"triplane.rows": len(rows), "triplane.tokens": scored}):
+            self._backend.forward_backward(Parts(train, parts), loss_of, routing=config.routing_losses).result()
         return sums[0], sums[1]
 
     def _expert_counts(self, parts: Sequence[Sequence[int]]) -> Tensor:
@@ -284,19 +287,20 @@ class _Run:
         }
         if not converged:
             self._metrics.add(self.taken, warning=f"max_steps {self._config.max_steps} reached before the criterion")
-        result = publish_result(
-            self._store,
-            job.key,
-            self._backend,
-            self._backend.save(self.taken, {}, {}, optimizer=False).result(),
-            tokenizer,
-            adapter=job.lora.adapter if job.lora else None,
-            parents=parents,
-            config=config,
-            code_version=SFT_VERSION,
-            summary=summary,
-            metrics=self._metrics,
-        )
+        with tracing.span("export"):
+            result = publish_result(
+                self._store,
+                job.key,
+                self._backend,
+                self._backend.save(self.taken, {}, {}, optimizer=False).result(),
+                tokenizer,
+                adapter=job.lora.adapter if job.lora else None,
+                parents=parents,
+                config=config,
+                code_version=SFT_VERSION,
+                summary=summary,
+                metrics=self._metrics,
+            )
         if self._ranks.leads:
             self.snapshots.clear()
         return result

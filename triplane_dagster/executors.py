@@ -10,6 +10,7 @@ import dagster as dg
 
 from contracts.errors import ConfigError
 from ops.retries import EXECUTOR_VARIABLE, steps_are_pods
+from ops.spans import run_span, trace_tag
 from triplane_dagster.dead_runs import process_tag
 from triplane_dagster.jobs import REPEATED_WHOLE
 
@@ -56,8 +57,10 @@ class _Tagging(dg.Executor):
     def execute(self, plan_context: Any, execution_plan: Any) -> Iterator[dg.DagsterEvent]:
         """See Executor.execute."""
         run_id = plan_context.run_id
-        plan_context.instance.add_run_tags(run_id, {**process_tag(run_id), **REPEATED_WHOLE})
-        yield from self._inner.execute(plan_context, execution_plan)
+        tags = {**process_tag(run_id), **REPEATED_WHOLE, **trace_tag(run_id)}
+        plan_context.instance.add_run_tags(run_id, tags)
+        with run_span(run_id, plan_context.job_name):
+            yield from self._inner.execute(plan_context, execution_plan)
 
 
 def _tagging(

@@ -15,6 +15,7 @@ from assets.naming import key_of
 from contracts.store import open_store
 from ops.iteration_keys import require_key
 from ops.retries import steps_in_one_process
+from ops.spans import run_span, trace_tag
 from resources.errors import StepFailed
 from resources.experiment import Experiment
 from resources.progress import ProgressSink, no_progress
@@ -99,14 +100,15 @@ class Runner:
         job = self._definitions.resolve_job_def(name_of_job)
         run_id = str(uuid.uuid4())
         try:
-            done = job.execute_in_process(
-                instance=self._instance,
-                partition_key=partition,
-                run_config={**_QUIET, **(config or {})},
-                run_id=run_id,
-                asset_selection=selection,
-                tags=process_tag(run_id),
-            )
+            with run_span(run_id, name_of_job):
+                done = job.execute_in_process(
+                    instance=self._instance,
+                    partition_key=partition,
+                    run_config={**_QUIET, **(config or {})},
+                    run_id=run_id,
+                    asset_selection=selection,
+                    tags={**process_tag(run_id), **trace_tag(run_id)},
+                )
         except BaseException as error:
             if not isinstance(error, Exception):
                 self._cancel(run_id)

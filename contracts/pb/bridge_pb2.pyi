@@ -301,20 +301,22 @@ class ScoreReply(_message.Message):
     def __init__(self, logprobs: _Optional[bytes] = ..., version: _Optional[str] = ...) -> None: ...
 
 class Command(_message.Message):
-    __slots__ = ("id", "start", "step", "end", "cancel", "renew")
+    __slots__ = ("id", "start", "step", "end", "cancel", "renew", "traceparent")
     ID_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     RENEW_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     id: int
     start: StartEpisodeRequest
     step: StepRequest
     end: EndEpisodeRequest
     cancel: StepName
     renew: RenewRequest
-    def __init__(self, id: _Optional[int] = ..., start: _Optional[_Union[StartEpisodeRequest, _Mapping]] = ..., step: _Optional[_Union[StepRequest, _Mapping]] = ..., end: _Optional[_Union[EndEpisodeRequest, _Mapping]] = ..., cancel: _Optional[_Union[StepName, _Mapping]] = ..., renew: _Optional[_Union[RenewRequest, _Mapping]] = ...) -> None: ...
+    traceparent: str
+    def __init__(self, id: _Optional[int] = ..., start: _Optional[_Union[StartEpisodeRequest, _Mapping]] = ..., step: _Optional[_Union[StepRequest, _Mapping]] = ..., end: _Optional[_Union[EndEpisodeRequest, _Mapping]] = ..., cancel: _Optional[_Union[StepName, _Mapping]] = ..., renew: _Optional[_Union[RenewRequest, _Mapping]] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class Failure(_message.Message):
     __slots__ = ("code", "error", "message")

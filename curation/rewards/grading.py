@@ -18,6 +18,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from contracts import tracing
 from contracts.artifacts import Artifact
 from contracts.chat import ChatTokenizer
 from contracts.episodes import SEQUENCES, Outcome
@@ -121,7 +122,8 @@ async def _grade(
 
     async def grade(row: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         nonlocal done
-        found = await _grade_one(row, tasks[row["task_id"]], verifier, config, raters)
+        with tracing.span("reward", {f"triplane.{name}": row[f"{name}_id"] for name in ("group", "episode")}):
+            found = await _grade_one(row, tasks[row["task_id"]], verifier, config, raters)
         if found.fault is not None:
             faults.add(found.fault)
         done += 1

@@ -18,6 +18,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from functools import partial
 
+from contracts import tracing
 from contracts.errors import TriplaneError
 from contracts.pb import bridge_pb2 as pb
 from inference.bridge import record
@@ -158,7 +159,8 @@ class Connection:
                 raise TooManySteps(
                     f"{len(self._readers)} steps run on this stream, as many as its credits: wait for one to end"
                 )
-            reader = sessions.step(owner, command.step, partial(self._woken, identity))
+            with tracing.joined({"traceparent": command.traceparent} if command.traceparent else {}):
+                reader = sessions.step(owner, command.step, partial(self._woken, identity))
             self._readers[reader] = identity
         elif kind == "end":
             episode = sessions.end(owner, command.end)

@@ -29,6 +29,7 @@ from contracts.pb import bridge_pb2, bridge_pb2_grpc
 from contracts.rpc.connecting import MESSAGE_BYTES, prefer_short_round_trips
 from contracts.rpc.keys import KeyCheck
 from contracts.rpc.listening import Listening
+from contracts.tracing import service
 from inference.bridge.calls import Unreadable
 from inference.bridge.checks import Limits
 from inference.bridge.hosted.hosting import Hosting
@@ -151,7 +152,8 @@ def serve(directory: Path, version: str, options: Options) -> None:
     limits = limits_of(directory)
     os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"  # read by gRPC when it is first used
     prefer_short_round_trips()
-    _run(_serve(directory, version, limits, options))
+    with service("bridge"):
+        _run(_serve(directory, version, limits, options))
 
 
 def limits_of(directory: Path) -> Limits:

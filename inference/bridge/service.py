@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from contracts import tracing
 from contracts.errors import TriplaneError
 from contracts.pb import bridge_pb2 as pb
 from contracts.pb import bridge_pb2_grpc as rpc
@@ -93,7 +94,8 @@ class BridgeService(rpc.BridgeServicer):
         ready, owner = asyncio.Event(), owner_of(context)
         if self._stepping[owner] >= self._sessions.bounds.credits:
             raise TooManySteps(f"{self._stepping[owner]} Step calls of this key are open: wait for one, or use Connect")
-        reader = self._sessions.step(owner, request, lambda _: ready.set())
+        with tracing.joined(tracing.parent_of(context.invocation_metadata() or ())):
+            reader = self._sessions.step(owner, request, lambda _: ready.set())
         self._stepping[owner] += 1
         try:
             while not reader.done:
@@ -116,7 +118,8 @@ class BridgeService(rpc.BridgeServicer):
 
     @streaming
     async def Connect(self, request: AsyncIterator[pb.Command], context: Context) -> AsyncIterator[pb.Event]:  # noqa: D102
-        connection = Connection(self._sessions, owner_of(context), request)
+        with tracing.joined(tracing.parent_of(context.invocation_metadata() or ())):
+            connection = Connection(self._sessions, owner_of(context), request)
         try:
             async for event in connection.events():
                 yield event

@@ -18,6 +18,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from contracts import tracing
 from contracts.errors import TriplaneError
 from contracts.pb import bridge_pb2 as pb
 from contracts.retries import backoff_s
@@ -25,6 +26,7 @@ from contracts.supports import encode_supports
 from inference.bridge.episode import TOKEN_BYTES, Episode, Turn
 from inference.bridge.errors import BridgeError, EpisodeExpired
 from inference.engines.base import Engine, Piece, SamplingParams
+from inference.engines.spans import completed, request_span
 from inference.errors import EngineError, EngineStopped, RequestTooLong, StaleVersion
 
 Part = tuple[str, bytes, bytes, bytes]
@@ -35,6 +37,7 @@ environment replies to whole turns only.
 """
 FIRST_PAUSE_S = 0.5
 """Mean pause after the first loss, in seconds; `backoff_s` gives later pauses."""
+_STEP = tracing.grpc_call("triplane.bridge.v1.Bridge", "Step")
 _log = logging.getLogger(__name__)
 
 
@@ -166,12 +169,14 @@ class Running:
     async def _run(self, turn_s: float) -> None:
         """Sample the rest of the turn, and let the environment reply."""
         try:
-            if self.turn.finish is None:
-                await self._sampled(turn_s)
-            if self.turn.finish is None:  # the bridge ends, and the next one goes on
-                return
-            if self._act is not None:
-                await self._act()
+            with tracing.span(*_STEP, "server") as span:
+                span.set({"triplane.episode": self.episode.identity, "triplane.turn": len(self.episode.turns) - 1})
+                if self.turn.finish is None:
+                    await self._sampled(turn_s)
+                if self.turn.finish is None:  # the bridge ends, and the next one goes on
+                    return
+                if self._act is not None:
+                    await self._act()
             self._over(self)
         except BridgeError as error:  # the turn can go on later
             self._fail(self, error)
@@ -227,15 +232,18 @@ class Running:
         if params.max_tokens < 1:
             return self._length()
         prompt = np.frombuffer(bytes(self.episode.ids), "<i4")
-        async with aclosing(self._engine.stream(prompt, params)) as pieces:  # type: ignore[arg-type]
-            async for piece in pieces:
-                parts, stale = parts_of(piece, pinned, restricted=self.episode.restricted is not None)
-                if parts:
-                    self._add(self, parts)
-                if stale:
-                    return pb.STALE
-                if piece.finish_reason is not None:
-                    return self._finish_of(piece.finish_reason)
+        before = self.turn.tokens
+        with request_span(len(prompt), params) as span:
+            async with aclosing(self._engine.stream(prompt, params)) as pieces:  # type: ignore[arg-type]
+                async for piece in pieces:
+                    parts, stale = parts_of(piece, pinned, restricted=self.episode.restricted is not None)
+                    if parts:
+                        self._add(self, parts)
+                    if stale:
+                        return pb.STALE
+                    if piece.finish_reason is not None:
+                        span.set(completed(self.turn.tokens - before, piece.finish_reason, piece.spans))
+                        return self._finish_of(piece.finish_reason)
         return self._engine_lost(EOFError("its stream ended without a finish reason"))
 
     def _finish_of(self, reason: str) -> int:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
+from contracts import tracing
 from contracts.owned import socket_directory
 
 GUARD = Path(__file__).with_name("server_guard.py")
@@ -40,7 +41,7 @@ class GuardedServer:
         try:
             self._guard = subprocess.Popen(
                 [*guard, *command],
-                env=dict(environment(scratch)),
+                env={**environment(scratch), **tracing.environment()},
                 stdin=subprocess.PIPE,
                 stdout=self._log,
                 stderr=self._log,

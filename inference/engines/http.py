@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 
 from contracts.retries import backoff_s
+from contracts.tracing import carrier
 from inference.engines.config import CONNECTIONS, RETRIES, TIMEOUT_S
 from inference.errors import EngineError, EngineStopped, EngineUnreachable, RequestTooLong, StaleVersion
 
@@ -57,7 +58,11 @@ class JsonClient:
         RequestTooLong, and EngineError for other errors.
         """
         url = f"{self.base}{path}"
-        return _read(url, await self._sent(url, lambda: self._http.request(method, url, json=body, params=query)))
+
+        def send() -> Awaitable[httpx.Response]:
+            return self._http.request(method, url, json=body, params=query, headers=carrier())
+
+        return _read(url, await self._sent(url, send))
 
     async def events(self, path: str, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any]]:
         """JSON objects that the server sends in reply to a POST, as server-sent events up to `[DONE]`.
@@ -67,7 +72,7 @@ class JsonClient:
         url = f"{self.base}{path}"
 
         def send() -> Awaitable[httpx.Response]:
-            return self._http.send(self._http.build_request("POST", url, json=body), stream=True)
+            return self._http.send(self._http.build_request("POST", url, json=body, headers=carrier()), stream=True)
 
         response = await self._sent(url, send)
         try:

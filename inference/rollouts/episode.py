@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from contracts import tracing
 from contracts.chat import ChatTokenizer
 from contracts.episodes import Episode, Outcome, Slot, episode_id
 from contracts.errors import InfraFault
@@ -25,6 +26,7 @@ from contracts.store import Store
 from contracts.tasks import Task
 from envd.client import EnvdError, Limits, SandboxClient
 from inference.engines.base import Completion, Engine, SamplingParams
+from inference.engines.spans import completed, request_span
 from inference.errors import (
     EngineError,
     EngineStopped,
@@ -108,7 +110,10 @@ async def play_episode(
             play = Attempt(player, task, slot, group_id, attempt, before)
             begun(play)
             try:
-                return await play.to_end()
+                with tracing.span("episode", play.about) as span:
+                    ended = await play.to_end()
+                    span.set({"triplane.outcome": ended.outcome.value, "triplane.turns": ended.turns})
+                    return ended
             except InfraFault as fault:
                 before = None if isinstance(fault, ReplayDiffers) else before
                 if play.broken_by_agent:
@@ -170,6 +175,18 @@ class Attempt:
         self._sampled = int(costs["engine_tokens"])
         self._sampling_seconds, self._tool_seconds = costs["sampling_seconds"], costs["tool_seconds"]
         self._started -= costs["seconds"]
+
+    @property
+    def about(self) -> tracing.Attributes:
+        """What its span tells."""
+        slot = self._slot
+        return {
+            "triplane.experiment": slot.experiment,
+            "triplane.iteration": slot.iteration,
+            "triplane.group": self._group_id,
+            "triplane.episode": self.episode_id,
+            "triplane.attempt": self._attempt,
+        }
 
     async def to_end(self) -> Episode:
         """Run until an outcome and take the final state. Raises InfraFault; the sandbox is gone in either case."""
@@ -234,14 +251,15 @@ class Attempt:
 
     async def _step(self) -> Outcome | None:
         """Run one turn of the policy and the environment. Returns an outcome if the episode is over."""
-        try:
-            async with asyncio.timeout(self._seconds_left()):
-                completion = await self._query()
-        except TimeoutError:
-            return Outcome.TIMED_OUT
-        if completion is None or completion.finish_reason == "length":
-            return Outcome.TRUNCATED
-        return await self._execute(completion)
+        with tracing.span("turn", {"triplane.turn": self._environment.turns}):
+            try:
+                async with asyncio.timeout(self._seconds_left()):
+                    completion = await self._query()
+            except TimeoutError:
+                return Outcome.TIMED_OUT
+            if completion is None or completion.finish_reason == "length":
+                return Outcome.TRUNCATED
+            return await self._execute(completion)
 
     async def _query(self) -> Completion | None:
         """Sample a turn of the policy; None if the context has no room for a token."""
@@ -257,7 +275,9 @@ class Attempt:
         )
         began = time.perf_counter()
         try:
-            completion = await self._player.engine.generate(self._transcript.token_ids, params)
+            with request_span(len(self._transcript), params) as span:
+                completion = await self._player.engine.generate(self._transcript.token_ids, params)
+                span.set(completed(len(completion.token_ids), completion.finish_reason, completion.spans))
         except RequestTooLong:
             return None
         except StaleVersion:

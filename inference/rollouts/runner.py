@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Protocol, TypeVar
 
+from contracts import tracing
 from contracts.episodes import Episode
 from inference.rollouts.episode import Player
 from inference.rollouts.oversampling import Group, sample_group
@@ -72,7 +73,8 @@ async def play_groups(
         finally:
             own.set()
         if committed is None:
-            committed = await commits.commit(group, await sample_group(player, group, meter.episode))
+            with tracing.span("group", {"triplane.group": group.group_id, "triplane.task": group.task.task_id}):
+                committed = await commits.commit(group, await sample_group(player, group, meter.episode))
             meter.group()
         else:
             meter.group(found_episodes=group.to_play)

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field
 
+from contracts import tracing
 from inference.errors import RouterError
 from inference.router.choice import cached_levels, choose
 from inference.router.fingerprint import Fingerprinter, Namespace, Tokens, hash64
@@ -247,6 +248,9 @@ class Router:
             raise RouterError(f"replica {decision.replica!r} was removed since it was chosen: choose again")
         self._open[decision.replica].add(decision)
         self.changes += 1
+        if tracing.is_on():
+            known = {"triplane.prompt_tokens": decision.prompt, "triplane.cached_tokens": decision.cached}
+            tracing.event("router.choice", {"triplane.replica": decision.replica, **known})
         decision.ahead = int(self._columns.computing[place])
         self._columns.load(place, InFlight(1, decision.prompt + decision.output, decision.prompt - decision.cached))
         if decision.session is not None:

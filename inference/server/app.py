@@ -35,6 +35,7 @@ from inference.server.chat import prompt_tokens
 from inference.server.choices import ChatParts, CompletionParts, chat_choice, completion_choice
 from inference.server.readiness import Readiness
 from inference.server.replies import disconnected, error_reply, explain
+from inference.server.spans import spans_of
 from inference.server.streaming import begin_events
 
 CHAT_TOKENS = 1024
@@ -69,7 +70,8 @@ class Application:
             Route("/v1/load_weights", _json(LoadRequest, self._load), methods=["POST"]),
             Route("/v1/withdraw", _json(WithdrawRequest, self._withdraw), methods=["POST"]),
         ]
-        return Starlette(routes=routes, exception_handlers={TriplaneError: explain, Exception: explain})
+        handlers = {TriplaneError: explain, Exception: explain}
+        return Starlette(routes=routes, middleware=spans_of(routes), exception_handlers=handlers)
 
     async def open(self, directory: Path, version: str) -> None:
         """Serve the first policy. Raises TriplaneError."""

@@ -28,6 +28,7 @@ from starlette.types import Receive, Scope, Send
 
 from contracts.addresses import parse_addresses
 from contracts.errors import TriplaneError
+from contracts.tracing import carrier, service
 from inference.fleet import events
 from inference.fleet.events import Event, Webhook
 from inference.fleet.face import FleetFace
@@ -43,6 +44,7 @@ from inference.server.prompts import Asked, asked
 from inference.server.readiness import Readiness
 from inference.server.replies import disconnected, error_reply, explain
 from inference.server.route_metrics import Look, RouteMetrics
+from inference.server.spans import spans_of
 from inference.weights.keys import read_keys
 
 PATHS = ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate")
@@ -125,7 +127,8 @@ class RouterFace:
         ]
         if self._metrics is not None:
             routes.append(Route("/metrics", self._scrape))
-        return Starlette(routes=routes, exception_handlers={TriplaneError: explain, Exception: explain})
+        handlers = {TriplaneError: explain, Exception: explain}
+        return Starlette(routes=routes, middleware=spans_of(routes), exception_handlers=handlers)
 
     async def close(self) -> None:
         """Close the connections."""
@@ -215,7 +218,9 @@ class RouterFace:
         return refusal if refusal is not None else self._nobody(pin)
 
     async def _asked(self, url: str, request: Request, content: bytes) -> httpx.Response:
-        headers = [(name, value) for name, value in request.headers.items() if name not in _HOPS]
+        ours = carrier()
+        headers = [(name, value) for name, value in request.headers.items() if name not in {*_HOPS, *ours}]
+        headers += ours.items()
         if VERSION in request.headers:  # the reply is read
             headers = [*((name, value) for name, value in headers if name != _ENCODING), (_ENCODING, "identity")]
         sent = self._client.build_request("POST", f"{url}{request.url.path}", content=content, headers=headers)
@@ -362,7 +367,8 @@ def _sampled(tail: bytes) -> int:
 def route(routing: Routing) -> None:
     """Route requests until a signal. Prints the address when each server was checked once."""
     split_address(routing.listen)
-    asyncio.run(_run(routing))
+    with service("router"):
+        asyncio.run(_run(routing))
 
 
 async def _run(routing: Routing) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import uvicorn
 
 from contracts.addresses import Address
+from contracts.tracing import service
 from inference.engines.base import watch
 from inference.engines.builtin import BuiltinEngine
 from inference.fleet.joining import Joining, joined
@@ -67,7 +68,8 @@ def serve(directory: Path, version: str, serving: Serving) -> None:
     Prints the address once it is ready. Raises EngineStopped if the engine fails.
     """
     split_address(serving.listen)
-    asyncio.run(_serve(serving, (directory, version), None))
+    with service("sampler"):
+        asyncio.run(_serve(serving, (directory, version), None))
 
 
 def serve_live(following: Following, serving: Serving) -> None:
@@ -77,7 +79,8 @@ def serve_live(following: Following, serving: Serving) -> None:
     EngineStopped if the engine fails.
     """
     split_address(serving.listen)
-    asyncio.run(_serve(serving, None, following))
+    with service("sampler"):
+        asyncio.run(_serve(serving, None, following))
 
 
 async def _serve(serving: Serving, policy: tuple[Path, str] | None, following: Following | None) -> None:

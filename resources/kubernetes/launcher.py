@@ -20,6 +20,7 @@ from urllib.parse import urlparse
 import dagster as dg
 from pydantic import Field
 
+from contracts import tracing
 from resources.channel import PIPES_BUCKET
 from resources.errors import LaunchFailed
 from resources.kubernetes.client import Api, ApiFault, ApiUnreachable, Object, connect
@@ -70,7 +71,7 @@ class KubernetesLauncher(dg.ConfigurableResource[Any]):
                 created, training = False, None
                 try:
                     if job is None:
-                        variables = session.get_bootstrap_env_vars()
+                        variables = {**session.get_bootstrap_env_vars(), **tracing.environment()}
                         attempt = Attempt(restarts, folder, context.run_id, variables, self.port)
                         job = api.create_training(training_manifest(launch, settings, api.namespace, attempt))
                         created = job is not None

@@ -15,14 +15,30 @@ from contracts.store import open_store
 from ops.graph import ONCE, PER_ITERATION
 from resources.experiment import Experiment
 from resources.refs import read_ref
+from tests.otlp import collecting
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 REPOSITORY = Path(__file__).parents[2]
 
 
-def test_steps_in_processes_of_their_own_make_the_same_artifacts(
-    tiny: Experiment, untouched: Path, tmp_path: Path
+def test_steps_in_processes_of_their_own_make_the_same_artifacts_and_one_trace_of_a_run(
+    tiny: Experiment, untouched: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    with collecting(monkeypatch) as found:
+        _run_in_processes(tiny, untouched, tmp_path)
+        runs = [span for span in found.spans if not span.parent_span_id]
+        assert [span.name for span in runs] == [f"run {tiny.name}_base", f"run {tiny.name}_iteration"]
+        assert not found.orphans() and len({span.trace_id for span in found.spans}) == 2
+        step = f"step {tiny.name}"
+        paths = {tuple(found.path(span)) for span in found.spans}
+        iteration = f"run {tiny.name}_iteration"
+        assert (iteration, f"{step}_rollouts_shard", "group", "episode", "turn", "text_completion") in paths
+        assert (iteration, f"{step}__rewards", "reward", "grade") in paths
+        assert (iteration, f"{step}__checkpoint", "train", "forward_backward") in paths
+        assert (iteration, f"{step}__evaluation", "group", "episode", "turn", "text_completion") in paths
+
+
+def _run_in_processes(tiny: Experiment, untouched: Path, tmp_path: Path) -> None:
     name = tiny.name
     (tmp_path / "dagster.yaml").write_text("telemetry: {enabled: false}\n")
     with dg.DagsterInstance.from_config(str(tmp_path)) as instance:

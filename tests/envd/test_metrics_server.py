@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 import statistics
-import threading
 import time
 import urllib.request
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
-from typing import Any, ClassVar
+from typing import Any
 
 import grpc
 import pytest
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from prometheus_client.parser import text_string_to_metric_families
 
 from envd.client import ToolCall
@@ -24,6 +19,7 @@ from envd.local import LocalEnvd
 from envd.operations.client import OperationsClient
 from envd.server.observing import Observing
 from envd.server.operations.tracing import start_tracing
+from tests.otlp import collecting, forget
 from tests.ports import free_port
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -43,34 +39,7 @@ def value(samples: Samples, name: str, **labels: str) -> float:
     return samples.get((name, tuple(sorted(labels.items()))), 0.0)
 
 
-class Receiver(BaseHTTPRequestHandler):
-    """Takes spans as OTLP over HTTP."""
-
-    spans: ClassVar[list[Any]] = []
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["content-length"]))
-        for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
-            self.spans.extend(span for scope in resource.scope_spans for span in scope.spans)
-        self.send_response(200)
-        self.end_headers()
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing."""
-
-
-@pytest.fixture(scope="module")
-def receiver() -> Iterator[HTTPServer]:
-    server = HTTPServer(("127.0.0.1", 0), Receiver)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield server
-    server.shutdown()
-    server.server_close()
-
-
-def test_metrics_and_spans_tell_what_a_server_did(receiver: HTTPServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{receiver.server_port}")
-    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "200")
+def test_metrics_and_spans_tell_what_a_server_did(monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
     parent = "00-" + "ab" * 16 + "-" + "cd" * 8 + "-01"
 
@@ -102,7 +71,8 @@ def test_metrics_and_spans_tell_what_a_server_did(receiver: HTTPServer, monkeypa
                 await sandbox.close()
             return alive, await asyncio.to_thread(scrape, port), (pauses, grouped)
 
-    with LocalEnvd("namespaces", options=["--metrics", f"127.0.0.1:{port}", "--pool", "1"]) as server:
+    options = ["--metrics", f"127.0.0.1:{port}", "--pool", "1"]
+    with collecting(monkeypatch) as found, LocalEnvd("namespaces", options=options) as server:
         alive, after, (pauses, grouped) = asyncio.run(job(server.address))
     create = "Sandboxes/Create"
     assert value(alive, "envd_calls_total", method=create, code="OK") == 3
@@ -124,9 +94,9 @@ def test_metrics_and_spans_tell_what_a_server_did(receiver: HTTPServer, monkeypa
     assert sum(takes) == 3 and takes[1] >= 1
     assert sum(each for (name, _), each in after.items() if name == "envd_sandboxes") == 0
     assert not any("Nothing" in label for _, labels in alive for _, label in labels)
-    spans = {span.name.rpartition(".")[2]: span for span in Receiver.spans}
-    assert {"Sandboxes/Create", "Tools/Batch", "Verifier/Verify", "Operations/Info"} <= spans.keys()
-    joined = [span for span in Receiver.spans if span.trace_id.hex() == "ab" * 16]
+    names = {span.name.rpartition(".")[2] for span in found.spans if found.services[span.span_id] == "envd"}
+    assert {"Sandboxes/Create", "Tools/Batch", "Verifier/Verify", "Operations/Info"} <= names
+    joined = [span for span in found.spans if span.trace_id.hex() == "ab" * 16]
     assert [(span.name, span.parent_span_id.hex()) for span in joined] == [
         ("triplane.envd.v1.Operations/Info", "cd" * 8)
     ]
@@ -143,9 +113,7 @@ def test_an_address_that_is_taken_or_none_is_one_line() -> None:
 
 
 def test_without_a_receiver_nothing_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in list(os.environ):
-        if name.startswith("OTEL_"):
-            monkeypatch.delenv(name)
+    forget(monkeypatch)
     assert start_tracing() is None
 
 

@@ -12,6 +12,7 @@ from typing import Literal
 import boto3
 import pytest
 
+from contracts import tracing
 from contracts.artifacts import find_artifact
 from contracts.digests import digest_of
 from contracts.store import Store
@@ -22,6 +23,7 @@ from tests.kubernetes.api_server import Cluster
 from tests.kubernetes.conftest import messages_left
 from tests.kubernetes.kubelet import has_mounts
 from tests.kubernetes.trainings import launch_as_job
+from tests.otlp import collecting
 from tests.trainer.trainer_world import World, make_world
 from trainer.config import SftJob
 
@@ -108,10 +110,17 @@ def test_the_pods_of_a_jobset_train_the_checkpoint_of_two_local_ranks(world: Wor
     assert messages[-1]["result"]["checkpoint"]["digest"] == digest_here(here)
 
 
-def test_one_pod_reports_its_progress_and_its_result(world: World, cluster: Cluster) -> None:
+def test_one_pod_reports_its_progress_and_its_result_and_is_told_the_trace(
+    world: World, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job = world.sft_job("one")
-    messages = launch_as_job(launch_of(job, world.store, 1))
-    assert messages[-1]["result"]["checkpoint"]["key"] == job.key
+    with collecting(monkeypatch) as found:
+        cluster.kubelet.environment["OTEL_EXPORTER_OTLP_ENDPOINT"] = found.url
+        with tracing.span("step"):
+            messages = launch_as_job(launch_of(job, world.store, 1))
+        tracing.flush()
+        assert messages[-1]["result"]["checkpoint"]["key"] == job.key
+        assert [found.path(span) for span in found.named("export")] == [["step", "train", "export"]]
 
 
 @pytest.mark.slow

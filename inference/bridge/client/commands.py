@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from contracts import tracing
 from contracts.pb import bridge_pb2 as pb
 from inference.bridge.client.errors import RecordCorrupt
 from inference.bridge.client.received import Received
@@ -93,7 +94,10 @@ class End:
 class Step:
     """One turn of an episode. Belongs to the episode, not to the caller that waits for it."""
 
-    __slots__ = ("_hosted", "_over", "_request", "_waiter", "_wanted", "cancelled", "error", "received", "sent", "turn")
+    __slots__ = (
+        *("_hosted", "_over", "_request", "_traceparent", "_waiter", "_wanted"),
+        *("cancelled", "error", "received", "sent", "turn"),
+    )
 
     def __init__(
         self, request: pb.StepRequest, received: Received, over: Callable[[Step], None], *, hosted: bool
@@ -101,6 +105,7 @@ class Step:
         """over: is called once, when the turn has ended or failed. hosted: whether its end has a reply."""
         self._hosted = hosted
         self._request, self._over = request, over
+        self._traceparent = tracing.carrier().get("traceparent", "")
         self.received = received
         self.sent = False
         """Whether a bridge may know of it."""
@@ -115,7 +120,7 @@ class Step:
         """See Command."""
         self.sent = True
         self._request.from_token = self.received.asked_from
-        return pb.Command(id=identity, step=self._request)
+        return pb.Command(id=identity, step=self._request, traceparent=self._traceparent)
 
     def cancel_message(self) -> pb.Command:
         """CancelStep of this turn; its answer interests nobody."""
