@@ -21,7 +21,7 @@ from curation.tasks.suite import TaskSuiteConfig
 from inference.engines.config import EngineConfig
 from inference.rollouts import ROLLOUTS_VERSION
 from ops.spec import Work
-from resources.experiment import Experiment, ImportedBase
+from resources.experiment import Experiment
 
 EVALUATION_RUN = "evaluation_run"
 EVALUATION_RUN_VERSION = f"{ROLLOUTS_VERSION}+{REWARDS_VERSION}"
@@ -122,5 +122,5 @@ def sampling_slice(experiment: Experiment, engine: EngineConfig) -> dict[str, An
         "sandbox_limits": experiment.sandboxes.limits.model_dump(mode="json"),
         "spaced": experiment.base.spaced,
         "seed": experiment.seed,
-        **({"chat_version": CHAT_VERSION} if isinstance(experiment.base, ImportedBase) else {}),
+        **({"chat_version": CHAT_VERSION} if experiment.base.original else {}),
     }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 import numpy as np
 
@@ -31,18 +32,26 @@ class Order:
     With one source and `batch_size`, an epoch is cut into whole batches and a shorter last part is left out. Otherwise
     rows follow each other without a gap between epochs. Of several sources, each row is drawn from the one that is
     furthest behind its share of the rows so far: each source stays within about one row of its share, with dozens of
-    sources within two.
+    sources within two. With `counts`, each source also ends at its count.
     """
 
     def __init__(
-        self, sources: Sequence[Source], lengths: np.ndarray, batch_size: int, batch_tokens: int | None, seed: int
+        self,
+        sources: Sequence[Source],
+        lengths: np.ndarray,
+        batch_size: int,
+        batch_tokens: int | None,
+        seed: int,
+        counts: Sequence[int] | None = None,
     ) -> None:
         """lengths: int64, tokens of each row. batch_tokens: rows are drawn until the next would exceed it, but at least
-        one; None: batches have `batch_size` rows.
+        one; None: batches have `batch_size` rows. counts: rows to draw of each source, all in all, which replace the
+        weights; None: no limit.
         """
         self._sources, self._lengths, self._seed = list(sources), lengths, seed
         self._size, self._tokens = batch_size, batch_tokens
-        self._shares = np.array([source.weight for source in sources]) / sum(source.weight for source in sources)
+        weights = [source.weight for source in sources] if counts is None else counts
+        self._shares, self._counts = np.array(weights) / sum(weights), None if counts is None else np.array(counts)
         self.drawn = [0] * len(self._sources)
         """Rows drawn of each source, epochs included. Set it to continue."""
         self._epochs = [(-1, np.zeros(0, np.int64)) for _ in self._sources]
@@ -55,7 +64,10 @@ class Order:
         rows: list[int] = []
         room = self._tokens
         while room is not None or len(rows) < self._size:
-            number = int(np.argmax(self._shares * (sum(self.drawn) + 1) - np.array(self.drawn)))
+            behind = self._shares * (sum(self.drawn) + 1) - np.array(self.drawn)
+            if self._counts is not None:
+                behind[np.array(self.drawn) >= self._counts] = -np.inf
+            number = int(np.argmax(behind))
             row = self._row(number)
             if room is not None:
                 room -= int(self._lengths[row])
@@ -80,6 +92,19 @@ class Order:
         if self._epochs[number][0] != epoch:
             self._epochs[number] = epoch, permutation(source.count, self._seed, epoch, number)
         return source.first + int(self._epochs[number][1][place])
+
+
+def apportion(total: int, weights: Sequence[float]) -> list[int]:
+    """Whole numbers in proportion to `weights` whose sum is `total`, by the largest remainder; of equal remainders the
+    earlier counts.
+    """
+    exact = [Fraction(weight) for weight in weights]
+    quotas = [total * weight / sum(exact) for weight in exact]
+    found = [int(quota) for quota in quotas]
+    order = sorted(range(len(quotas)), key=lambda number: (found[number] - quotas[number], number))
+    for number in order[: total - sum(found)]:
+        found[number] += 1
+    return found
 
 
 def batch_members(count: int, batch_size: int, seed: int, step: int) -> list[int]:
