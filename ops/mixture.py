@@ -95,8 +95,13 @@ class Sources:
                 graded = list(self._graded(source, work))
                 for each in graded:
                     commit_quarantined(self._store, each.quarantined)
-                return out.commit(meta=build_accepted(graded, source, chat, self._reserved(), out))
-            facts = build_chats(source, _digest(source), chat, self._reserved(), out, longest, progress)
+                facts = build_accepted(graded, source, chat, self._reserved(), out)
+            else:
+                facts = build_chats(source, _digest(source), chat, self._reserved(), out, longest, progress)
+            if self._work(source).key != work.key:
+                raise MixtureError(
+                    f"source {source.called} of base.mixture changed while it was read: run the step again"
+                )
             return out.commit(meta=facts)
 
     def _work(self, source: EpisodesSource | ChatsSource) -> Work:

@@ -269,7 +269,8 @@ class _Run:
         if self._converged_at is None and self._met >= config.consecutive:
             self._converged_at = self.taken
         self._last = seen
-        losses = [seen, *(look(self._backend, each[: config.probe_episodes]) for each in others)]
+        looks = [seen, *(look(self._backend, each[: config.probe_episodes]) if each else None for each in others)]
+        named = zip(self._job.sources, looks, strict=False)
         self._metrics.add(
             self.taken,
             expected_solve=seen.solve,
@@ -277,7 +278,7 @@ class _Run:
             validation_loss=seen.loss,
             validation_episodes=seen.episodes,
             met=self._met,
-            **{f"validation_loss/{name}": each.loss for name, each in zip(self._job.sources, losses, strict=False)},
+            **{f"validation_loss/{name}": each.loss for name, each in named if each is not None},
         )
 
     def capture(self) -> TrainerState:

@@ -147,11 +147,10 @@ def _accepted(
     refuse: bool,
 ) -> Encoded | None:
     """The encoded row, or None, counted in `left_out`."""
-    graded = row.get("reward") or {}
-    if "sequences" in row and (graded.get("solved") is not True or graded.get("verdict") == "tampered"):
+    found = encode_row(row, place, tokenizer)
+    if found is None:
         left_out["not_solved"] += 1
         return None
-    found = _exported(row, place, tokenizer) if "sequences" in row else encode_chat(row, place, tokenizer)
     task = reserved.task_of(found.task_id, found.prompts)
     if task is not None and refuse:
         raise MixtureError(
@@ -170,14 +169,30 @@ def _accepted(
     return found
 
 
+def encode_row(row: Mapping[str, Any], place: str, tokenizer: ChatTokenizer) -> Encoded | None:
+    """Tokens and roles of a row in one of the two formats; None: an exported episode that was not solved. Raises
+    MixtureError.
+    """
+    graded = row.get("reward") or {}
+    if not isinstance(graded, dict):
+        raise MixtureError(f"{place}: reward is {graded!r:.60}: write the object of an export, or leave it out")
+    if "sequences" not in row:
+        return encode_chat(row, place, tokenizer)
+    if graded.get("solved") is not True or graded.get("verdict") == "tampered":
+        return None
+    return _exported(row, place, tokenizer)
+
+
 def _exported(row: Mapping[str, Any], place: str, tokenizer: ChatTokenizer) -> Encoded:
     """An episode of `triplane episodes export --tokens`. Its text tells whether the tokens are this tokenizer's."""
-    sequences, texts = row["sequences"], row.get("messages")
-    if not isinstance(sequences, list) or not isinstance(texts, list) or len(sequences) != 1 or len(texts) != 1:
+    sequences, texts = (_only(row.get(name)) for name in ("sequences", "messages"))
+    if not isinstance(sequences, dict) or not isinstance(texts, list):
         raise MixtureError(
             f"{place} has other than one sequence with its messages: only episodes of one context are read"
         )
-    ids, roles = sequences[0].get("token_ids") or [], sequences[0].get("token_role") or []
+    ids, roles = (
+        found if isinstance(found := sequences.get(name), list) else [] for name in ("token_ids", "token_role")
+    )
     numbers = [*ids, *roles]
     known = all(isinstance(each, int) for each in numbers) and all(
         0 <= each < tokenizer.vocabulary_size for each in ids
@@ -187,14 +202,19 @@ def _exported(row: Mapping[str, Any], place: str, tokenizer: ChatTokenizer) -> E
             f"{place} has no tokens and roles of this tokenizer: export with --tokens from a policy that has it"
         )
     views = [(_VIEWS[view["role"]], view["text"]) for view in message_views(tokenizer, ids, roles)]
-    if views != [(each.get("role"), each.get("text")) for each in texts[0]]:
+    if views != [(each.get("role"), each.get("text")) for each in texts if isinstance(each, dict)]:
         raise MixtureError(
             f"{place} has tokens whose text differs from its messages: they are of another tokenizer than the base"
             " policy's"
         )
     prompts = user_messages(views[0][1])
-    tools = [str(call["name"]) for call in row.get("tool_calls") or ()]
+    calls = row.get("tool_calls")
+    tools = [str(each.get("name")) for each in calls if isinstance(each, dict)] if isinstance(calls, list) else []
     return Encoded(ids, roles, prompts, tools, _text(row, "task", place), _text(row, "episode", place))
+
+
+def _only(found: object) -> object:
+    return found[0] if isinstance(found, list) and len(found) == 1 else None
 
 
 def _text(row: Mapping[str, Any], key: str, place: str) -> str | None:
@@ -300,12 +320,15 @@ class _Message:
         if self.role not in ("system", "user", "assistant", "tool"):
             raise self.error(f"has the role {self.role!r}: use system, user, assistant or tool")
         self.content = self._content(values.get("content"))
-        self.answers = values.get("tool_call_id")
-        self.trained = self.role != "assistant" or values.get("weight") is None or values["weight"] != 0
+        self.answers = self._id(values.get("tool_call_id"), "tool_call_id")
+        weight = values.get("weight")
+        if weight not in (None, 0, 1):
+            raise self.error(f"has the weight {weight!r:.40}: write 0 or 1, or leave it out")
+        self.trained = weight != 0
         calls = values.get("tool_calls") or []
         if not isinstance(calls, list) or (calls and self.role != "assistant"):
             raise self.error("has tool_calls that are no list, or not the assistant's")
-        self.ids = [each.get("id") if isinstance(each, dict) else None for each in calls]
+        self.ids = [self._id(each.get("id") if isinstance(each, dict) else None, "id of a call") for each in calls]
         self.calls = [self._call(each) for each in calls]
         if self.role == "assistant":
             mark = next((mark for mark in SPECIAL_TOKENS if mark in self.content), None)
@@ -317,6 +340,11 @@ class _Message:
     def error(self, fault: str) -> MixtureError:
         """Error that names file, line and message."""
         return MixtureError(f"{self._place} {fault}")
+
+    def _id(self, value: object, key: str) -> str | None:
+        if value is not None and not isinstance(value, str):
+            raise self.error(f"has the {key} {value!r:.60}: write a text, or leave it out")
+        return value
 
     def _content(self, value: object) -> str:
         if isinstance(value, list) and all(isinstance(each, dict) and each.get("type") == "text" for each in value):

@@ -12,6 +12,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from reward_rows import TASK, byte_pairs, episode, rollouts, tokenizer
 
 from contracts.artifacts import Artifact, ArtifactWriter
@@ -21,7 +23,7 @@ from contracts.store import Store, open_store
 from contracts.tasks import Split
 from curation.errors import MixtureError
 from curation.mixture.accepted import ACCEPTED, REASONS, Graded, build_accepted
-from curation.mixture.chats import CHATS, build_chats, encode_chat
+from curation.mixture.chats import CHATS, build_chats, encode_chat, encode_row
 from curation.mixture.config import ChatsSource, EpisodesSource
 from curation.mixture.reserved import Reserved
 from curation.rewards import REWARDS
@@ -157,6 +159,10 @@ CALLS = {"role": "assistant", "tool_calls": [CALL]}
             said({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"x": NaN}'}}]}),
             "message 1 calls f with arguments that are no JSON object",
         ),
+        (said(DONE | {"weight": "0"}), "message 1 has the weight '0': write 0 or 1"),
+        (said(CALLS, {"role": "tool", "tool_call_id": ["a"]}, DONE), r"message 2 has the tool_call_id \['a'\]"),
+        ({"sequences": [{}], "messages": [3], "reward": {"solved": True}}, "line 2 has other than one sequence"),
+        (said(DONE, reward=3), "line 2: reward is 3"),
         (said(DONE, tools=[1]), "line 2: tools is no list"),
         (said(DONE, task_id=3), "line 2: task_id is 3"),
         (said(DONE | {"weight": 0}), "line 2 has no turn of the assistant to train on"),
@@ -212,6 +218,39 @@ def test_parquet_of_chats_is_read_unless_it_merges_arguments(store: Store, tmp_p
     (tmp_path / "text.parquet").write_text("x")
     with pytest.raises(MixtureError, match=r"text\.parquet can't be read"):
         built(store, tmp_path / "text.parquet")
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 400) | st.floats() | st.text(max_size=4) | st.just("assistant"),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["role", "name", "x"]), inner, max_size=2)
+    ),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=600, deadline=None)
+@given(st.data())
+def test_whatever_a_row_holds_it_is_encoded_or_refused_in_one_line(data: st.DataObject) -> None:
+    row = data.draw(st.sampled_from([said(*CHAT[2:], task_id="t"), exported("1" * 32)]))
+    row = json.loads(json.dumps(row))
+    place = row
+    while True:  # replace or remove one value anywhere in the row
+        key = data.draw(st.sampled_from(sorted(place) if isinstance(place, dict) else range(len(place))))
+        if isinstance(place[key], dict | list) and place[key] and data.draw(st.booleans()):
+            place = place[key]
+            continue
+        if data.draw(st.booleans()):
+            place[key] = data.draw(JSON)
+        else:
+            del place[key]
+        break
+    try:
+        found = encode_row(row, "own.jsonl line 1", tokenizer())
+    except MixtureError as error:
+        assert str(error).startswith("own.jsonl line 1") and "\n" not in str(error)
+    else:
+        assert found is None or (len(found.token_ids) == len(found.token_role) and found.token_ids)
 
 
 # accepted episodes
