@@ -32,26 +32,19 @@ class Order:
     With one source and `batch_size`, an epoch is cut into whole batches and a shorter last part is left out. Otherwise
     rows follow each other without a gap between epochs. Of several sources, each row is drawn from the one that is
     furthest behind its share of the rows so far: each source stays within about one row of its share, with dozens of
-    sources within two. With `counts`, each source also ends at its count.
+    sources within two. Weights that are whole numbers and add up to the rows drawn are the sources' counts at the end,
+    for a source that has its count is never behind.
     """
 
     def __init__(
-        self,
-        sources: Sequence[Source],
-        lengths: np.ndarray,
-        batch_size: int,
-        batch_tokens: int | None,
-        seed: int,
-        counts: Sequence[int] | None = None,
+        self, sources: Sequence[Source], lengths: np.ndarray, batch_size: int, batch_tokens: int | None, seed: int
     ) -> None:
         """lengths: int64, tokens of each row. batch_tokens: rows are drawn until the next would exceed it, but at least
-        one; None: batches have `batch_size` rows. counts: rows to draw of each source, all in all, which replace the
-        weights; None: no limit.
+        one; None: batches have `batch_size` rows.
         """
         self._sources, self._lengths, self._seed = list(sources), lengths, seed
         self._size, self._tokens = batch_size, batch_tokens
-        weights = [source.weight for source in sources] if counts is None else counts
-        self._shares, self._counts = np.array(weights) / sum(weights), None if counts is None else np.array(counts)
+        self._shares = np.array([source.weight for source in sources]) / sum(source.weight for source in sources)
         self.drawn = [0] * len(self._sources)
         """Rows drawn of each source, epochs included. Set it to continue."""
         self._epochs = [(-1, np.zeros(0, np.int64)) for _ in self._sources]
@@ -64,10 +57,7 @@ class Order:
         rows: list[int] = []
         room = self._tokens
         while room is not None or len(rows) < self._size:
-            behind = self._shares * (sum(self.drawn) + 1) - np.array(self.drawn)
-            if self._counts is not None:
-                behind[np.array(self.drawn) >= self._counts] = -np.inf
-            number = int(np.argmax(behind))
+            number = int(np.argmax(self._shares * (sum(self.drawn) + 1) - np.array(self.drawn)))
             row = self._row(number)
             if room is not None:
                 room -= int(self._lengths[row])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -120,11 +120,17 @@ class _Run:
     ) -> None:
         self._job, self._store, self._model, self._ranks = job, store, start.model, ranks
         self._config, self._train = job.config, train
-        self._sources = list(sources)
-        size, counts = job.config.batch_size, None
+        size = job.config.batch_size
         if job.sources and job.config.batch_tokens is None:
             counts = apportion(job.config.max_steps * size, [source.weight for source in sources])
-        self._order = Order(sources, train.lengths, size, job.config.batch_tokens, job.seed, counts)
+            if 0 in counts:
+                raise TrainingConfigError(
+                    f"source {job.sources[counts.index(0)]} gets none of the {sum(counts)} rows of all steps: raise its"
+                    " weight or base.sft.max_steps, or leave it out"
+                )
+            sources = [replace(source, weight=count) for source, count in zip(sources, counts, strict=True)]
+        self._sources = sources
+        self._order = Order(sources, train.lengths, size, job.config.batch_tokens, job.seed)
         described = {
             **job.config.model_dump(mode="json"),
             **({"lora": job.lora.model_dump(mode="json")} if job.lora else {}),

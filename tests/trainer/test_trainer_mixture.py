@@ -23,6 +23,7 @@ from trainer_world import World
 from contracts.artifacts import list_artifacts, open_artifact
 from contracts.checkpoints import WEIGHTS
 from trainer.config import MixtureSource, SftJob
+from trainer.errors import TrainingConfigError
 from trainer.metrics import Record
 from trainer.order import Order, Source, apportion
 from trainer.run import run_job
@@ -31,10 +32,10 @@ NAMES = ("copies", "few", "some")
 
 
 def named(world: World, name: str, **config: Any) -> SftJob:
-    """Three sources of 192, 5 and 20 rows with weights 1, 0.5 and 0.7."""
+    """Three sources of 192, 5 and 20 rows with weights 1, 0.3 and 0.5."""
     more = [other_demonstrations(world, rows) for rows in (5, 20)]
     mixture = tuple(
-        MixtureSource(demonstrations=each.ref, weight=weight) for each, weight in zip(more, (0.5, 0.7), strict=True)
+        MixtureSource(demonstrations=each.ref, weight=weight) for each, weight in zip(more, (0.3, 0.5), strict=True)
     )
     return world.sft_job(name, **config).model_copy(update={"mixture": mixture, "sources": NAMES})
 
@@ -71,9 +72,9 @@ def test_each_source_ends_at_its_count_and_is_read_in_whole_epochs(
 ) -> None:
     rows = [1 + number % 4 for number in range(len(weights))]
     starts = np.cumsum([0, *rows])
-    sources = [Source(int(starts[number]), rows[number], weight) for number, weight in enumerate(weights)]
     counts = apportion(size * steps, weights)
-    order = Order(sources, np.ones(sum(rows), np.int64), size, None, seed, counts)
+    sources = [Source(int(starts[number]), rows[number], count) for number, count in enumerate(counts)]
+    order = Order(sources, np.ones(sum(rows), np.int64), size, None, seed)
     if len(weights) == 1:
         return
     drawn = [row for _ in range(steps) for row in order.next()]
@@ -81,7 +82,7 @@ def test_each_source_ends_at_its_count_and_is_read_in_whole_epochs(
     for source, count in zip(sources, counts, strict=True):
         times = [drawn.count(source.first + row) for row in range(source.count)]
         assert sum(times) == count and max(times) - min(times) <= 1
-    resumed = Order(sources, np.ones(sum(rows), np.int64), size, None, seed, counts)
+    resumed = Order(sources, np.ones(sum(rows), np.int64), size, None, seed)
     resumed.drawn = [
         sum(source.first <= row < source.first + source.count for row in drawn[:size]) for source in sources
     ]
@@ -90,7 +91,7 @@ def test_each_source_ends_at_its_count_and_is_read_in_whole_epochs(
 
 def test_a_run_trains_each_source_to_the_row_and_says_how_many_epochs_that_is(world: World) -> None:
     meta, _ = records(world, named(world, "counts", max_steps=7, batch_size=9))
-    counts = apportion(63, [1.0, 0.5, 0.7])
+    counts = apportion(63, [1.0, 0.3, 0.5])
     rows = (192, 5, 20)
     wanted = zip(NAMES, rows, counts, strict=True)
     assert meta["sources"] == {
@@ -106,11 +107,11 @@ def test_losses_of_the_sources_are_the_parts_of_the_loss(world: World) -> None:
     lengths = np.array([len(row) for table in tables for row in table["token_ids"].to_pylist()])
     scored = np.array([row.count(1) for table in tables for row in table["token_role"].to_pylist()])
     starts = np.cumsum([0, *(table.num_rows for table in tables)])
+    counts = apportion(3 * 16, [1.0, 0.3, 0.5])
     places = [
-        Source(int(start), table.num_rows, weight)
-        for start, table, weight in zip(starts, tables, (1.0, 0.5, 0.7), strict=False)
+        Source(int(start), table.num_rows, count) for start, table, count in zip(starts, tables, counts, strict=False)
     ]
-    order = Order(places, lengths, job.config.batch_size, None, job.seed, apportion(3 * 16, [1.0, 0.5, 0.7]))
+    order = Order(places, lengths, job.config.batch_size, None, job.seed)
     for step in (row for row in found if "loss" in row):
         rows = np.array(order.next())
         owners = np.searchsorted(starts, rows, side="right") - 1
@@ -163,8 +164,14 @@ def test_a_mixture_trains_an_existing_model_with_and_without_adapters(
     assert parents["checkpoint"] == base.checkpoint
     refs = [parents[role] for role in ("demonstrations", "mixture few", "mixture some")]
     assert refs == [job.demonstrations, *(each.demonstrations for each in job.mixture)]
-    assert made.manifest.config["mixture"] == {"copies": 1.0, "few": 0.5, "some": 0.7}
+    assert made.manifest.config["mixture"] == {"copies": 1.0, "few": 0.3, "some": 0.5}
     assert torch.get_num_threads() == 1
+
+
+def test_a_source_that_would_get_no_row_is_refused(world: World) -> None:
+    job = named(world, "little", max_steps=1, batch_size=2)
+    with pytest.raises(TrainingConfigError, match="source few gets none of the 2 rows of all steps: raise its weight"):
+        run_job(job)
 
 
 def test_names_of_sources_must_fit_them(world: World) -> None:
