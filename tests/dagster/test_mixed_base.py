@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from assets.naming import key_of
-from contracts.artifacts import Artifact, ArtifactRef, ArtifactWriter, open_artifact
+from contracts.artifacts import Artifact, ArtifactRef, ArtifactWriter, find_artifact, open_artifact
 from contracts.chat import chat_template
 from contracts.errors import TriplaneError
 from contracts.store import open_store
@@ -22,16 +22,21 @@ from curation.tasks.suite import TaskSuiteConfig, generate_tasks
 from ops.graph import BASE_POLICY, MIXED_BASE, graph_of, spec_behind
 from ops.ledger.recall import recall
 from ops.quarantine.question import reach_of
+from ops.quarantine.retrain import plan_retraining
+from resources.errors import RegistryError
 from resources.experiment import Experiment, parse_experiment
+from resources.overrides import merge
 from resources.progress import no_progress
 from resources.quarantine import Quarantine
 from resources.refs import read_artifact, write_ref
+from resources.registry import Registry
 from tests.cli.cli_history import History, byte_tokenizer, write_history
 from triplane_dagster.assembly import definitions_for
 from triplane_dagster.dry_run import plan_of
 from triplane_dagster.episode_index import memberships
 from triplane_dagster.jobs import base_job_name
 from triplane_dagster.lineage import trace
+from triplane_dagster.sequence import run_iterations
 from triplane_dagster.settings import changed_steps
 from triplane_dagster.staleness import stale_steps
 
@@ -86,12 +91,14 @@ class World:
         ]
         self.chats.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
-    def experiment(self, **base: Any) -> Experiment:
+    def experiment(self, further: dict[str, Any] | None = None, **base: Any) -> Experiment:
+        """The experiment; base: other settings of `base`, further: of other sections."""
         sources = [EPISODES, {"kind": "chats", "path": str(self.chats), "name": "own", "weight": 2}]
         start = {"path": str(self.model), "spaced": False}
         values = {"kind": "sft", "start": start, "mixture": sources, "sft": SFT} | base
         trainer = {"launcher": {"threads": 1}} | ({"lora": base["lora"]} if base.get("lora") else {})
-        return parse_experiment({"name": "taught", "tasks": SUITE, "base": values, "trainer": trainer})
+        every = {"name": "taught", "tasks": SUITE, "base": values, "trainer": trainer}
+        return parse_experiment(merge(every, further or {}, Experiment))
 
     def run(self, experiment: Experiment) -> Artifact:
         """The base policy, materialized by its asset."""
@@ -232,3 +239,30 @@ def test_episodes_of_another_tokenizer_or_another_grading_are_refused(world: Wor
         write_ref(world.store, "tiny", "rewards", "0000", out.commit().ref)
     with pytest.raises(MixtureError, match="the rewards of tiny/0000 are of other rollouts"):
         world.run(world.experiment())
+
+
+SMALL = {
+    "prompts": {"groups": 2, "reserve": 0},
+    "rollouts": {"group_size": 2, "max_turns": 2, "max_tokens": 700, "max_turn_tokens": 24, "refill": False},
+    "rewards": {"components": [{"kind": "length", "name": "length", "weight": -0.5, "budget": 48, "cushion": 48}]},
+    "dataset": {"drop_zero_variance": False},
+    "trainer": {"optimizer_steps": 1},
+    "evaluation": {"gate_samples": 1, "held_out_samples": 0, "unseen_samples": 0},
+}
+
+
+def test_iterations_continue_the_adapters_and_are_tainted_by_an_episode_of_the_base_policy(world: World) -> None:
+    experiment, solved = world.experiment(SMALL, lora={"rank": 2, "alpha": 4.0}), world.history.solved.episode_id
+    with _instance(world.folder) as instance:
+        assert run_iterations(experiment, 1, instance) == ["0000"]
+    base, made = (read_artifact(world.store, "taught", *place) for place in (("base_policy",), ("checkpoint", "0000")))
+    assert base is not None and made is not None
+    assert made.manifest.parents["checkpoint"] == base.ref and "adapter/adapter_config.json" in made.names()
+    reach, _ = reach_of(world.store, "episode", solved)
+    assert [reach.checkpoints[each.ref.uri]["distance"] for each in (base, made)] == [0, 1]
+    registry, state = Registry(world.store, "taught"), find_artifact(world.store, "trainer_state", made.ref.key)
+    assert state is not None
+    if registry.live() is None:
+        registry.promote(made.ref, state.ref, parent=base.ref.digest, iteration="0000")
+    with pytest.raises(RegistryError, match=r"base policy of taught was trained on them \(base.mixture\).* --to base`"):
+        plan_retraining(world.store, experiment, reach.checkpoints)
