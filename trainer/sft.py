@@ -92,12 +92,12 @@ def train_sft(job: SftJob, store: Store, watchers: Iterable[Watcher] = (), ranks
             f"job field ranks is {ranks.count}, but a batch has {size} demonstrations: lower ranks or raise"
             " config.batch_size"
         )
-    run = _Run(job, store, start, train, sources, watchers, ranks)
+    run = _Run(job, store, start, train, sources, others, watchers, ranks)
     with run.snapshots:
         while not run.finished:
             run.step()
             if run.taken % job.config.evaluate_every == 0 or run.finished:
-                run.evaluate(validation, others)
+                run.evaluate(validation)
             if run.snapshots.due(run.taken) and not run.finished:
                 run.snapshots.save(run.capture(), run.taken)
         return run.publish(tokenizer)
@@ -115,11 +115,12 @@ class _Run:
         start: SftStart,
         train: Rows,
         sources: Sequence[Source],
+        others: Sequence[Sequence[ScoredSequence]],
         watchers: Iterable[Watcher],
         ranks: Ranks,
     ) -> None:
         self._job, self._store, self._model, self._ranks = job, store, start.model, ranks
-        self._config, self._train = job.config, train
+        self._config, self._train, self._others = job.config, train, others
         size = job.config.batch_size
         if job.sources and job.config.batch_tokens is None:
             counts = apportion(job.config.max_steps * size, [source.weight for source in sources])
@@ -262,9 +263,9 @@ class _Run:
                 " snapshot is kept"
             )
 
-    def evaluate(self, validation: Sequence[ScoredSequence], others: Sequence[Sequence[ScoredSequence]] = ()) -> None:
-        """Score a few demonstrations while the criterion is far, all of them when it is near. others: those of the
-        further sources, of which a few are scored.
+    def evaluate(self, validation: Sequence[ScoredSequence]) -> None:
+        """Score a few demonstrations while the criterion is far, all of them when it is near; and a few of each further
+        source.
         """
         config = self._config
         seen = look(self._backend, validation[: config.probe_episodes])
@@ -275,7 +276,7 @@ class _Run:
         if self._converged_at is None and self._met >= config.consecutive:
             self._converged_at = self.taken
         self._last = seen
-        looks = [seen, *(look(self._backend, each[: config.probe_episodes]) if each else None for each in others)]
+        looks = [seen, *(look(self._backend, each[: config.probe_episodes]) if each else None for each in self._others)]
         named = zip(self._job.sources, looks, strict=False)
         self._metrics.add(
             self.taken,
