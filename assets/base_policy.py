@@ -1,4 +1,4 @@
-"""base_policy: the acting policy of iteration 0, either a warm start on scripted experts or an imported checkpoint."""
+"""base_policy: the acting policy of iteration 0, an imported checkpoint or one that supervised training made."""
 
 import dagster as dg
 
@@ -6,6 +6,7 @@ from assets.naming import check, declared, define
 from ops.base_policy import make_base
 from ops.checkpoint_check import CHECK, layout_check
 from ops.graph import BASE_POLICY
+from ops.mixture import mixture_numbers
 from ops.results import Materialized, result
 from ops.step import begin
 from ops.training import training_logs, training_numbers
@@ -48,7 +49,12 @@ def build(experiment: Experiment) -> dg.AssetsDefinition:
         source = {"forked from": str(experiment.fork)} if experiment.fork else {}
         return result(
             policy,
-            {**training_numbers(policy), **training_logs(step.store, policy.ref), **source},
+            {
+                **training_numbers(policy),
+                **mixture_numbers(step.store, policy),
+                **training_logs(step.store, policy.ref),
+                **source,
+            },
             [layout_check(policy)],
         )
 

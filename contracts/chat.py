@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -163,6 +163,14 @@ class ChatTokenizer:
             parts += [(RESPONSE_START, True), (glue + response + glue, False), (RESPONSE_END, True)]
         return self._encode([*parts, (TURN_END, True), ("\n", False), (TURN_START, True), ("assistant\n", False)])
 
+    def reply(self, messages: Sequence[tuple[str, str]]) -> list[int]:
+        """Tokens between two turns of a policy: of (role, content) messages that are all results of tools, or all the
+        user's and the system's.
+        """
+        if messages[0][0] == "tool":
+            return self.environment_turn([content for _, content in messages])
+        return self.encode_text("\n") + self.prompt(messages)
+
     def policy_turn(self, calls: Sequence[ToolCallText], text: str = "") -> list[int]:
         """Tokens of a policy's turn with its end token.
 
@@ -195,6 +203,28 @@ def chat_template(*, spaced: bool = False) -> str:
     """The Jinja template that renders the same tokens through `transformers`; stored in every checkpoint."""
     text = (Path(__file__).parent / "chat_template.jinja").read_text(encoding="utf-8")
     return text.replace("__GLUE__", "\\n" if spaced else "").replace("__SEPARATORS__", "" if spaced else _COMPACT)
+
+
+_TOOLS = """\
+# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+{tools}
+</tools>
+
+For each function call, return a json object with function name and arguments within {start}{end} XML tags:
+{start}
+{{"name": <function-name>, "arguments": <args-json-object>}}
+{end}"""
+
+
+def tools_text(tools: Iterable[Mapping[str, Any]]) -> str:
+    """List of tools, in the OpenAI function form, as the chat template writes it that Qwen3 was trained with."""
+    lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    return _TOOLS.format(tools=lines, start=CALL_START, end=CALL_END)
 
 
 def message_views(tokenizer: ChatTokenizer, token_ids: Sequence[int], roles: Sequence[int]) -> list[Mapping[str, Any]]:

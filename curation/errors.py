@@ -37,3 +37,7 @@ class TokenizerError(CurationError):
 
 class RequestRefused(CurationError):
     """A judge or reward model refused one request, so the component has no value for that episode."""
+
+
+class MixtureError(CurationError):
+    """A source of a mixture has a row that can't be trained on, or none that can."""

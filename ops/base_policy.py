@@ -1,16 +1,17 @@
-"""Make the base policy: a warm start on scripted demonstrations, with tokenizer and demonstrations as artifacts, or an
-imported checkpoint.
+"""Make the base policy: an imported checkpoint, or supervised training of a fresh or an imported one.
+
+tokenizer -> artifact of each source: scripted demonstrations, accepted episodes, chats -> training on all of them
 """
 
 from __future__ import annotations
 
-from contracts.artifacts import Artifact, open_artifact
-from curation.tasks.demonstrations import build_demonstrations
+from contracts.artifacts import Artifact, ArtifactRef, find_artifact, open_artifact
 from curation.tokenizer import build_tokenizer
 from ops.fork import source_inputs
+from ops.mixture import Sources, sources_of
 from ops.step import Step
 from ops.training import warm_start
-from resources.experiment import ImportedBase
+from resources.experiment import ImportedBase, SftBase
 from resources.launch import Launcher
 
 
@@ -24,7 +25,29 @@ def make_base(step: Step, launcher: Launcher) -> Artifact:
 
         return import_checkpoint(base.directory, step.store, precision=step.experiment.trainer.precision)
     step.progress.update("tokenizer", 0, 1)
-    tokenizer = build_tokenizer(step.experiment.demonstrated, step.store)
-    step.progress.update("demonstrations", 0, base.demonstrations.count)
-    demonstrations = build_demonstrations(base.demonstrations, step.experiment.demonstrated, tokenizer, step.store)
-    return warm_start(step, launcher, base, tokenizer.ref, demonstrations.ref)
+    start, tokenizer, longest = _begin(step, base)
+    sources = Sources(step.store, step.experiment, base, tokenizer)
+    made = {}
+    for role, source in sources_of(base).items():
+        total = base.demonstrations.count if source.kind == "scripted" else None
+        step.progress.update(role, 0, total)
+        made[role] = sources.make(source, longest, lambda rows: step.progress.update("rows of chats", rows, None)).ref
+    return warm_start(step, launcher, base, tokenizer, made, start)
+
+
+def _begin(step: Step, base: SftBase) -> tuple[dict[str, ArtifactRef], ArtifactRef, int | None]:
+    """Checkpoint and trainer state to start from, by role (empty: a fresh model), the tokenizer, and the longest row,
+    in tokens, that the trainer accepts; None: it shortens longer ones.
+    """
+    store, longest = step.store, base.model.max_positions
+    if base.start is None:
+        start, tokenizer = {}, build_tokenizer(step.experiment.demonstrated, store).ref
+    else:
+        from trainer.import_hf import import_checkpoint
+
+        begin = import_checkpoint(base.start.directory, store, precision=step.experiment.trainer.precision)
+        state = find_artifact(store, "trainer_state", begin.ref.key)
+        assert state is not None, "it is committed before its checkpoint"
+        start, tokenizer = {"checkpoint": begin.ref, "trainer_state": state.ref}, begin.manifest.parents["tokenizer"]
+        longest = int(begin.json("config.json")["max_position_embeddings"])
+    return start, tokenizer, longest if base.sft.truncation == "error" else None

@@ -14,6 +14,7 @@ from typing import Any
 from contracts.artifacts import Artifact, ArtifactRef, Manifest, find_artifact, open_artifact
 from contracts.digests import digest_of
 from curation.dataset import DATASET_VERSION
+from curation.errors import MixtureError
 from curation.rewards import REWARDS_VERSION
 from curation.tasks.build import planned_key
 from curation.tasks.demonstrations import DEMONSTRATIONS_VERSION, demonstrations_key, demonstrations_slice
@@ -26,11 +27,14 @@ from ops.dataset_inputs import DatasetInputs
 from ops.difficulty import difficulty_note
 from ops.floor import find_floor
 from ops.fork import source_inputs
+from ops.mixture import VERSIONS as SOURCE_VERSIONS
+from ops.mixture import Sources, shares_of, source_slice, sources_of
 from ops.readings import EVALUATION_RUN, EVALUATION_RUN_VERSION, WHO, readings_of, sampling_slice
 from ops.spec import Refs, Slice, StepSpec
 from ops.state import IterationInputs, IterationState
+from resources.errors import NotMaterialized
 from resources.experiment import Experiment, ForkConfig, ImportedBase, SftBase
-from resources.refs import earlier_refs, read_ref
+from resources.refs import earlier_refs, read_artifact, read_ref
 from trainer.config import IMPORT_VERSION, RL_VERSION, SFT_VERSION
 from trainer.precision import DEFAULT
 
@@ -112,6 +116,73 @@ BASE_POLICY = StepSpec(
     part_versions={"tokenizer": TOKENIZER_VERSION, "demonstrations": DEMONSTRATIONS_VERSION},
     part_configs=_demonstration_config,
     part_slices=_demonstration_slices,
+)
+
+
+def _mixed_slice(state: IterationState) -> Slice:
+    """What the trainer records of a supervised base policy that is not plain."""
+    base, plain = _sft(state.experiment), _warm_start_slice(state)
+    found = {name: value for name, value in plain.items() if name != "model" or base.start is None}
+    found |= {"lora": base.lora.model_dump(mode="json")} if base.lora else {}
+    return found | ({"mixture": shares_of(base)} if base.mixture else {})
+
+
+def _placed_slice(state: IterationState) -> Slice:
+    """The same with places: of the imported model, files and iterations, whose content is in the key."""
+    base = _sft(state.experiment)
+    places = {"start": base.start.model_dump(mode="json")} if base.start else {}
+    return _mixed_slice(state) | places | {"sources": [each.model_dump(mode="json") for each in base.mixture]}
+
+
+def _mixed_from(state: IterationState) -> Refs | None:
+    """Tokenizer, sources and, as the latest base policy records it, the imported model."""
+    base, start = _sft(state.experiment), dict[str, ArtifactRef]()
+    if base.start is None:
+        tokenizer = find_artifact(state.store, "tokenizer", tokenizer_key(state.experiment.demonstrated.seed))
+        used = tokenizer.ref if tokenizer else None
+    else:
+        made = read_artifact(state.store, state.experiment.name, BASE_POLICY.name)
+        parents = made.manifest.parents if made else {}
+        start = {role: parents[role] for role in ("checkpoint", "trainer_state") if role in parents}
+        used = parents.get("tokenizer") if start else None
+    if used is None:
+        return None
+    sources = Sources(state.store, state.experiment, base, used)
+    try:
+        found = {role: sources.find(source) for role, source in sources_of(base).items()}
+    except (NotMaterialized, MixtureError):
+        return None
+    refs = {role: each.ref for role, each in found.items() if each is not None}
+    return {"tokenizer": used, **refs, **start} if len(refs) == len(found) else None
+
+
+def _require_inputs(state: IterationState) -> None:
+    """Raise in a dry run what the run would, for a file or an iteration that is missing."""
+    base, nothing = _sft(state.experiment), ArtifactRef(kind="tokenizer", key="0" * 64, digest="0" * 64)
+    for source in sources_of(base).values():
+        Sources(state.store, state.experiment, base, nothing).require_inputs(source)
+
+
+def _source_slices(state: IterationState, made: Artifact) -> Iterator[tuple[Any, Any]]:
+    base = _sft(state.experiment)
+    for role, source in sources_of(base).items():
+        if role in made.manifest.parents:
+            recorded = open_artifact(state.store, made.manifest.parents[role]).manifest.config
+            yield recorded, source_slice(state.experiment, base, source)
+
+
+MIXED_BASE = replace(
+    BASE_POLICY,
+    slice=_placed_slice,
+    config=_mixed_slice,
+    key_inputs=_mixed_from,
+    part_versions={"demonstrations": DEMONSTRATIONS_VERSION, **SOURCE_VERSIONS},
+    part_configs=lambda experiment: {
+        role: source_slice(experiment, _sft(experiment), source)
+        for role, source in sources_of(_sft(experiment)).items()
+    },
+    part_slices=_source_slices,
+    note=_require_inputs,
 )
 
 
@@ -419,7 +490,9 @@ def pool_of(experiment: Experiment, asset: str) -> str:
 def graph_of(experiment: Experiment) -> tuple[StepSpec, ...]:
     """The steps of an experiment in order, with its suite and its base policy made, imported or taken from a source."""
     suite = TASK_SUITE if isinstance(experiment.tasks, TaskSuiteConfig) else IMPORTED_SUITE
-    base = BASE_POLICY if isinstance(experiment.base, SftBase) else IMPORTED_BASE
+    base = IMPORTED_BASE
+    if isinstance(experiment.base, SftBase):
+        base = BASE_POLICY if experiment.base.plain else MIXED_BASE
     if experiment.fork is not None:
         suite, base = FORKED_SUITE, FORKED_BASE
     return tuple({TASK_SUITE.name: suite, BASE_POLICY.name: base}.get(spec.name, spec) for spec in GRAPH)
@@ -433,4 +506,6 @@ def spec_behind(spec: StepSpec, made: Manifest) -> StepSpec:
         return IMPORTED_SUITE
     if spec is BASE_POLICY and "demonstrations" not in made.parents:
         return CHECKPOINT if "dataset" in made.parents else IMPORTED_BASE
+    if spec is BASE_POLICY and ("mixture" in made.config or "checkpoint" in made.parents):
+        return MIXED_BASE
     return spec

@@ -11,13 +11,14 @@ from typing import Any
 from contracts.artifacts import Artifact, ArtifactRef, find_artifact, open_artifact
 from contracts.retries import backoff_s
 from contracts.store import Store
+from ops.mixture import shares_of
 from ops.results import numbers
 from ops.step import Step
 from resources.errors import LaunchFailed, LaunchKilled
 from resources.experiment import SftBase
 from resources.launch import Launch, Launcher
 from resources.training_logs import kept_logs
-from trainer.config import RlJob, SftJob
+from trainer.config import MixtureSource, RlJob, SftJob
 from trainer.leftovers import drop_snapshots
 
 METRIC_NAMES = {"lr": "learning_rate", "old_kl": "KL to the acting policy", "tis_mean": "importance_weight_mean"}
@@ -29,19 +30,35 @@ OF_ONE_STEP = ("rows", "tokens", "seconds")
 
 
 def warm_start(
-    step: Step, launcher: Launcher, base: SftBase, tokenizer: ArtifactRef, demonstrations: ArtifactRef
+    step: Step,
+    launcher: Launcher,
+    base: SftBase,
+    tokenizer: ArtifactRef,
+    sources: Mapping[str, ArtifactRef],
+    start: Mapping[str, ArtifactRef],
 ) -> Artifact:
-    """Checkpoint of the base policy, trained if it does not exist."""
-    experiment = step.experiment
-    work = step.spec.work_on(step.state, {"tokenizer": tokenizer, "demonstrations": demonstrations})
+    """Checkpoint of the base policy, trained if it does not exist. sources: artifacts of `sources_of`, by role. start:
+    checkpoint and trainer_state of an imported model, or nothing.
+    """
+    experiment, shares = step.experiment, shares_of(base)
+    work = step.spec.work_on(step.state, {"tokenizer": tokenizer, **sources, **start})
+    first, *others = sources.values()
+    weights = list(shares.values())[1:]
     job = SftJob(
         store=step.store.url,
         key=work.key,
         seed=experiment.seed,
         **experiment.trainer.launcher.job_fields,
         tokenizer=tokenizer,
-        demonstrations=demonstrations,
+        demonstrations=first,
+        mixture=tuple(
+            MixtureSource(demonstrations=ref, weight=weight) for ref, weight in zip(others, weights, strict=True)
+        ),
+        sources=tuple(shares),
         model=base.model,
+        checkpoint=start.get("checkpoint"),
+        trainer_state=start.get("trainer_state"),
+        lora=base.lora,
         config=base.sft,
         precision=experiment.trainer.precision,
     )

@@ -24,6 +24,7 @@ from contracts.digests import digest_of
 from contracts.errors import ConfigError
 from contracts.yaml_text import load_yaml
 from curation.dataset import DatasetConfig
+from curation.mixture.config import EpisodesSource, Source
 from curation.rewards import RewardConfig
 from curation.rewards.config import JudgeComponent
 from curation.tasks.demonstrations import DemonstrationConfig
@@ -38,37 +39,17 @@ from resources.placement import PlacementConfig
 from resources.sandboxes_config import SandboxesConfig
 from resources.section import Section
 from resources.trainer_config import TrainerConfig
-from trainer.config import SftConfig, require_divisor
+from trainer.config import LoraConfig, SftConfig, require_divisor
 from trainer.model_config import ModelConfig
 
 _NAME = r"^[a-z][a-z0-9_]{0,62}$"
 
 
-class SftBase(Section):
-    """Base policy: a fresh model, trained on scripted expert episodes."""
-
-    kind: Literal["sft"] = "sft"
-    """Selects this kind of base policy."""
-    demonstrations: DemonstrationConfig = DemonstrationConfig()
-    """The expert episodes."""
-    model: ModelConfig = ModelConfig()
-    """Shape of the model."""
-    sft: SftConfig = SftConfig()
-    """Training recipe and stopping criterion."""
-
-    @property
-    def spaced(self) -> bool:
-        """Whether tool calls are written with blanks and newlines, as Qwen writes them."""
-        return False
-
-
-class ImportedBase(Section):
-    """Base policy: an existing directory in the Hugging Face layout: Qwen3-MoE, Qwen3 or Llama in bfloat16, float32 or
-    FP8 blocks, with a tokenizer that has Qwen's chat tokens.
+class Original(Section):
+    """An existing directory in the Hugging Face layout: Qwen3-MoE, Qwen3 or Llama in bfloat16, float32 or FP8 blocks,
+    with a tokenizer that has Qwen's chat tokens.
     """
 
-    kind: Literal["import"]
-    """Selects this kind of base policy."""
     path: str = Field(min_length=1)
     """Path of the directory on the machine that materializes base_policy."""
     spaced: bool = True
@@ -78,6 +59,75 @@ class ImportedBase(Section):
     def directory(self) -> Path:
         """The checkpoint's directory."""
         return Path(self.path)
+
+
+class ImportedBase(Original):
+    """Base policy: an existing directory in the Hugging Face layout: Qwen3-MoE, Qwen3 or Llama in bfloat16, float32 or
+    FP8 blocks, with a tokenizer that has Qwen's chat tokens.
+    """
+
+    kind: Literal["import"]
+    """Selects this kind of base policy."""
+
+    @property
+    def original(self) -> Original:
+        """The imported model."""
+        return self
+
+
+class SftBase(Section):
+    """Base policy: a fresh or an imported model, trained on scripted expert episodes or on a mixture."""
+
+    kind: Literal["sft"] = "sft"
+    """Selects this kind of base policy."""
+    demonstrations: DemonstrationConfig = DemonstrationConfig()
+    """The expert episodes."""
+    mixture: tuple[Source, ...] = ()
+    """Sources to train on, drawn by weight. The stopping criterion scores rows of the first one. Empty: the expert
+    episodes alone.
+    """
+    start: Original | None = None
+    """Imported model to train; null: a fresh one."""
+    lora: LoraConfig | None = None
+    """Adapters to train in place of the weights of `start`, at `sft.adamw_learning_rate`; null: all weights."""
+    model: ModelConfig = ModelConfig()
+    """Shape of a fresh model."""
+    sft: SftConfig = SftConfig()
+    """Training recipe and stopping criterion."""
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        names = [each.called for each in self.mixture]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ValueError(f"mixture has two sources called {twice}: give each a name of its own")
+        if self.mixture and "demonstrations" in self.model_fields_set and not self.scripted:
+            raise ValueError("demonstrations has no effect without a source of kind scripted: add one, or leave it out")
+        if self.start is not None and "model" in self.model_fields_set:
+            raise ValueError("model is the shape of a fresh model, but start names one: leave model out")
+        if self.start is None and self.lora is not None:
+            raise ValueError("lora adapts the weights of an imported model: set start, or leave it out")
+        return self
+
+    @property
+    def scripted(self) -> bool:
+        """Whether the expert episodes are trained on."""
+        return not self.mixture or any(each.kind == "scripted" for each in self.mixture)
+
+    @property
+    def plain(self) -> bool:
+        """Whether a fresh model is trained on the expert episodes alone."""
+        return not self.mixture and self.start is None
+
+    @property
+    def original(self) -> Original | None:
+        """The imported model that is trained; None: a fresh one."""
+        return self.start
+
+    @property
+    def spaced(self) -> bool:
+        """Whether tool calls are written with blanks and newlines, as Qwen writes them."""
+        return self.start is not None and self.start.spaced
 
 
 class PromptsConfig(Section):
@@ -304,6 +354,7 @@ class Experiment(Section):
             )
         self._require_one_variance()
         self._require_components()
+        self._require_a_trainable_base()
         self._require_records()
         self._require_experts()
         for name, engine in self.engines.items():
@@ -397,6 +448,19 @@ class Experiment(Section):
                 " trainer.algorithm.advantage leave_one_out: set dataset.drop_zero_variance to true"
             )
 
+    def _require_a_trainable_base(self) -> None:
+        """Require that a base policy's sources exist before it, and that iterations continue its adapters."""
+        if not isinstance(self.base, SftBase):
+            return
+        for number, each in enumerate(self.base.mixture):
+            if isinstance(each, EpisodesSource) and each.experiment == self.name:
+                raise ValueError(
+                    f"base.mixture.{number}.experiment is {self.name} itself, whose episodes come after its base"
+                    " policy: name another experiment"
+                )
+        if self.base.lora is not None and self.trainer.lora != self.base.lora:
+            raise ValueError("base.lora makes adapters, which iterations continue: set trainer.lora to the same values")
+
     def _require_records(self) -> None:
         """Require that the engine returns what is recorded, and that what is replayed is recorded."""
         if self.trainer.routing_replay and not self.rollouts.record_routing:
@@ -411,7 +475,7 @@ class Experiment(Section):
         """Require that a dense model is not asked for anything of a mixture of experts, and that experts can be
         divided.
         """
-        if not isinstance(self.base, SftBase):
+        if not isinstance(self.base, SftBase) or self.base.start is not None:
             return
         model, ranks = self.base.model, self.trainer.launcher.expert_ranks
         if model.family == "qwen3_moe":
@@ -445,7 +509,7 @@ class Experiment(Section):
     @property
     def imported(self) -> bool:
         """Whether policies descend from an imported one."""
-        return isinstance(self.base, ImportedBase)
+        return self.base.original is not None
 
     @property
     def ungraded_allowed(self) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -394,6 +395,11 @@ class MixtureSource(Frozen):
     """Share of the rows drawn, relative to the job's `demonstrations`, whose weight is 1."""
 
 
+def source_roles(names: Iterable[object]) -> list[str]:
+    """Roles, in the lineage of a supervised checkpoint, of the sources with these names."""
+    return ["demonstrations", *(f"mixture {name}" for name in list(names)[1:])]
+
+
 class SftJob(_Job):
     """Train a fresh model, or a checkpoint, on demonstrations."""
 
@@ -401,7 +407,11 @@ class SftJob(_Job):
     tokenizer: ArtifactRef
     demonstrations: ArtifactRef
     mixture: tuple[MixtureSource, ...] = ()
-    """Further demonstrations to draw from; validation uses those of `demonstrations` alone."""
+    """Further demonstrations to draw from; the stopping criterion uses those of `demonstrations` alone."""
+    sources: tuple[str, ...] = ()
+    """Names of `demonstrations` and of each of `mixture`. With names, each source trains its share of all `max_steps`
+    batches to the row (without `batch_tokens`), and has losses of its own in the metrics; empty: neither.
+    """
     model: ModelConfig = ModelConfig()
     """Shape of the fresh model."""
     checkpoint: ArtifactRef | None = None
@@ -425,14 +435,33 @@ class SftJob(_Job):
             raise ValueError("checkpoint and trainer_state belong together: pass both of one key, or neither")
         if self.lora is not None and not self.start:
             raise ValueError("lora needs weights to adapt: pass checkpoint and trainer_state")
+        count = 1 + len(self.mixture)
+        if self.sources and not len(set(self.sources)) == len(self.sources) == count:
+            raise ValueError(f"sources has {', '.join(self.sources)}: give each of the {count} a name of its own")
         return self
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Weights of the named sources."""
+        return dict(zip(self.sources, (1.0, *(each.weight for each in self.mixture)), strict=False))
+
+    @property
+    def data(self) -> dict[str, ArtifactRef]:
+        """The artifacts of all sources by their role in the lineage, `demonstrations` first."""
+        names = self.sources or range(len(self.mixture) + 1)
+        refs = [self.demonstrations, *(each.demonstrations for each in self.mixture)]
+        return dict(zip(source_roles(names), refs, strict=True))
 
     @model_serializer(mode="wrap")
     def _leave_out_default(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Dump the fields. `precision` is left out if it is the default, so that keys stay as they are without it."""
+        """Dump the fields, without `precision` and `sources` where they are the default, so that keys stay as they are
+        without them.
+        """
         values: dict[str, Any] = dump(self)
         if self.precision == DEFAULT:
             values.pop("precision", None)
+        if not self.sources:
+            values.pop("sources", None)
         return values
 
 

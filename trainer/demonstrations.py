@@ -56,6 +56,15 @@ def read_demonstrations(
     return reader.finish(), sources, validation
 
 
+def read_other_validation(job: SftJob, store: Store, vocabulary: int, longest: int) -> list[list[ScoredSequence]]:
+    """Clean demonstrations for validation of each further source; none if the sources have no names. Raises
+    TrainingDataError.
+    """
+    trained = tuple(TokenRole[role.upper()] for role in job.config.trained_roles)
+    further = [open_artifact(store, each.demonstrations) for each in job.mixture if job.sources]
+    return [_validation(job, each, trained, store, vocabulary, longest) for each in further]
+
+
 def _reader(
     job: SftJob, roles: Sequence[TokenRole], vocabulary: int, longest: int, what: str, tokens: int, store: Store
 ) -> RowsReader:

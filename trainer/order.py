@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 import numpy as np
 
@@ -31,7 +32,8 @@ class Order:
     With one source and `batch_size`, an epoch is cut into whole batches and a shorter last part is left out. Otherwise
     rows follow each other without a gap between epochs. Of several sources, each row is drawn from the one that is
     furthest behind its share of the rows so far: each source stays within about one row of its share, with dozens of
-    sources within two.
+    sources within two. Weights that are whole numbers and add up to the rows drawn are the sources' counts at the end,
+    for a source that has its count is never behind.
     """
 
     def __init__(
@@ -80,6 +82,19 @@ class Order:
         if self._epochs[number][0] != epoch:
             self._epochs[number] = epoch, permutation(source.count, self._seed, epoch, number)
         return source.first + int(self._epochs[number][1][place])
+
+
+def apportion(total: int, weights: Sequence[float]) -> list[int]:
+    """Whole numbers in proportion to `weights` whose sum is `total`, by the largest remainder; of equal remainders the
+    earlier counts.
+    """
+    exact = [Fraction(weight) for weight in weights]
+    quotas = [total * weight / sum(exact) for weight in exact]
+    found = [int(quota) for quota in quotas]
+    order = sorted(range(len(quotas)), key=lambda number: (found[number] - quotas[number], number))
+    for number in order[: total - sum(found)]:
+        found[number] += 1
+    return found
 
 
 def batch_members(count: int, batch_size: int, seed: int, step: int) -> list[int]:

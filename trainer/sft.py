@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,12 +21,12 @@ from contracts.store import Store
 from trainer.backends.base import Backend, MuonRule
 from trainer.config import SFT_VERSION, SftConfig, SftJob
 from trainer.data import Parts, Rows, ScoredSequence, cut_by_lengths, cut_by_tokens
-from trainer.demonstrations import read_demonstrations
+from trainer.demonstrations import read_demonstrations, read_other_validation
 from trainer.errors import TrainingConfigError, TrainingDiverged
 from trainer.losses import balance_loss, first_not_finite, z_loss
 from trainer.metrics import Metrics, Watcher
 from trainer.model import Batch, Scores
-from trainer.order import Order, Source
+from trainer.order import Order, Source, apportion
 from trainer.precision import DEFAULT
 from trainer.publishing import publish_result
 from trainer.ranks import ALONE, Ranks
@@ -85,13 +86,14 @@ def train_sft(job: SftJob, store: Store, watchers: Iterable[Watcher] = (), ranks
     require_experts(start.model, job.config.of_experts())
     vocabulary, longest = start.model["vocab_size"], start.model["max_position_embeddings"]
     train, sources, validation = read_demonstrations(job, store, vocabulary, longest)
+    others = read_other_validation(job, store, vocabulary, longest)
     size = min(job.config.batch_size, len(train))
     if size < ranks.count and job.config.batch_tokens is None:
         raise TrainingConfigError(
             f"job field ranks is {ranks.count}, but a batch has {size} demonstrations: lower ranks or raise"
             " config.batch_size"
         )
-    run = _Run(job, store, start, train, sources, watchers, ranks)
+    run = _Run(job, store, start, train, sources, others, watchers, ranks)
     with run.snapshots:
         while not run.finished:
             run.step()
@@ -114,19 +116,29 @@ class _Run:
         start: SftStart,
         train: Rows,
         sources: Sequence[Source],
+        others: Sequence[Sequence[ScoredSequence]],
         watchers: Iterable[Watcher],
         ranks: Ranks,
     ) -> None:
         self._job, self._store, self._model, self._ranks = job, store, start.model, ranks
-        self._config, self._train = job.config, train
-        self._order = Order(sources, train.lengths, job.config.batch_size, job.config.batch_tokens, job.seed)
-        read = [job.demonstrations, *(source.demonstrations for source in job.mixture)]
+        self._config, self._train, self._others = job.config, train, others
+        size = job.config.batch_size
+        if job.sources and job.config.batch_tokens is None:
+            counts = apportion(job.config.max_steps * size, [source.weight for source in sources])
+            if 0 in counts:
+                raise TrainingConfigError(
+                    f"source {job.sources[counts.index(0)]} gets none of the {sum(counts)} rows of all steps: raise its"
+                    " weight or base.sft.max_steps, or leave it out"
+                )
+            sources = [replace(source, weight=count) for source, count in zip(sources, counts, strict=True)]
+        self._sources = sources
+        self._order = Order(sources, train.lengths, size, job.config.batch_tokens, job.seed)
         described = {
             **job.config.model_dump(mode="json"),
             **({"lora": job.lora.model_dump(mode="json")} if job.lora else {}),
             "inputs": {
                 "tokenizer": job.tokenizer.digest,
-                "demonstrations": [ref.digest for ref in read],
+                "demonstrations": [ref.digest for ref in job.data.values()],
                 **{role: ref.digest for role, ref in job.start.items()},
             },
         }
@@ -163,7 +175,7 @@ class _Run:
         every = self._order.next()
         factor = rate_factor(config.schedule, self.taken, config.warmup_steps, config.max_steps, config.final_rate)
         self._backend.clear_gradients()
-        loss, entropy = self._backward(self._ranks.share(every), int(train.scored[every].sum()))
+        loss, entropy, *losses = self._backward(self._ranks.share(every), int(train.scored[every].sum()))
         with tracing.span("optim_step", {"triplane.step": self.taken + 1}):
             norm = self._backend.optim_step(self._rate * factor, config.max_gradient_norm).result()
         if not math.isfinite(norm):
@@ -175,7 +187,7 @@ class _Run:
             self._backend.average_weights().result()
             if self.finished:
                 self._backend.use_average().result()
-        loss, entropy = self._ranks.total(loss, entropy)
+        loss, entropy, *losses = self._ranks.total(loss, entropy, *losses)
         self._metrics.add(
             self.taken,
             loss=loss,
@@ -183,12 +195,25 @@ class _Run:
             lr=config.learning_rate * factor,
             tokens=int(train.lengths[every].sum()),
             entropy=entropy,
+            **self._by_source(every, losses),
         )
 
-    def _backward(self, rows: Sequence[int], scored: int) -> tuple[float, float]:
+    def _by_source(self, every: Sequence[int], losses: Sequence[float]) -> dict[str, float]:
+        """Mean loss of a policy token, nats, of each named source in the batch. losses: their sums."""
+        owners = self._source_of(every)
+        scored = np.bincount(owners, self._train.scored[every], len(self._sources))
+        named = zip(self._job.sources, losses, scored.tolist(), strict=False)
+        return {f"loss/{name}": loss / tokens for name, loss, tokens in named if tokens}
+
+    def _source_of(self, rows: Sequence[int]) -> np.ndarray:
+        """int64 [rows]: number of the source of each row."""
+        return np.searchsorted([source.first for source in self._sources], rows, side="right") - 1
+
+    def _backward(self, rows: Sequence[int], scored: int) -> list[float]:
         """Add the gradient of this rank's rows, microbatch by microbatch. scored: scored tokens of the batch.
 
-        Returns this rank's contributions to the batch's mean loss and mean entropy.
+        Returns this rank's contributions to the batch's mean loss and mean entropy, and to the sum of the losses of
+        each named source.
         """
         config, train = self._config, self._train
         limit = config.microbatch_tokens
@@ -197,13 +222,18 @@ class _Run:
             parts = [[rows[index] for index in part] for part in cut_by_lengths(train.lengths[rows], limit or 1)]
         apart = limit is not None or config.batch_tokens is not None
         counts = self._expert_counts(parts) if config.routing_losses and apart else None
-        sums = [0.0, 0.0]
+        sums = [0.0, 0.0, *(0.0 for _ in self._job.sources)]
 
         def loss_of(number: int, batch: Batch, scores: Scores) -> Tensor:
             self._require_finite(scores, batch, parts[number])
             loss = -scores.logprobs.sum() / scored
             sums[0] += float(loss.detach())
             sums[1] += float(scores.entropy.sum()) / scored
+            if self._job.sources:
+                owners = self._source_of(parts[number])[batch.owners.cpu().numpy()]
+                values = scores.logprobs.detach().double().cpu().numpy()
+                for place, value in enumerate(np.bincount(owners, values, len(self._sources)).tolist(), 2):
+                    sums[place] -= value
             if scores.routing is None:
                 return loss
             if counts is None:
@@ -218,7 +248,7 @@ class _Run:
 
         with tracing.span("forward_backward", {"triplane.rows": len(rows), "triplane.tokens": scored}):
             self._backend.forward_backward(Parts(train, parts), loss_of, routing=config.routing_losses).result()
-        return sums[0], sums[1]
+        return sums
 
     def _expert_counts(self, parts: Sequence[Sequence[int]]) -> Tensor:
         """Tokens that the batch routes to each expert, float32 [layers, experts], over all microbatches and ranks."""
@@ -237,7 +267,9 @@ class _Run:
             )
 
     def evaluate(self, validation: Sequence[ScoredSequence]) -> None:
-        """Score a few demonstrations while the criterion is far, all of them when it is near."""
+        """Score a few demonstrations while the criterion is far, all of them when it is near; and a few of each further
+        source.
+        """
         config = self._config
         seen = look(self._backend, validation[: config.probe_episodes])
         if seen.solve >= 0.8 * config.expected_solve and seen.episodes < len(validation):
@@ -247,6 +279,8 @@ class _Run:
         if self._converged_at is None and self._met >= config.consecutive:
             self._converged_at = self.taken
         self._last = seen
+        looks = [seen, *(look(self._backend, each[: config.probe_episodes]) if each else None for each in self._others)]
+        named = zip(self._job.sources, looks, strict=False)
         self._metrics.add(
             self.taken,
             expected_solve=seen.solve,
@@ -254,6 +288,7 @@ class _Run:
             validation_loss=seen.loss,
             validation_episodes=seen.episodes,
             met=self._met,
+            **{f"validation_loss/{name}": each.loss for name, each in named if each is not None},
         )
 
     def capture(self) -> TrainerState:
@@ -266,14 +301,23 @@ class _Run:
         }
         return self._backend.save(self.taken, extra, {}).result()
 
+    def _drawn(self) -> dict[str, dict[str, float]]:
+        """Rows that each named source has, rows drawn of it, and the epochs that these are."""
+        places = zip(self._job.sources, self._sources, self._order.drawn, strict=True)
+        return {
+            name: {"rows": source.count, "drawn": drawn, "epochs": drawn / source.count}
+            for name, source, drawn in places
+        }
+
     def publish(self, tokenizer: Artifact) -> TrainResult | None:
         """See `publish_result`; then remove the snapshots. Every rank must call this."""
         self.snapshots.wait()
         job, converged = self._job, self._converged_at is not None
-        parents = {"tokenizer": job.tokenizer, "demonstrations": job.demonstrations, **job.start}
+        parents = {"tokenizer": job.tokenizer, **job.data, **job.start}
         config = {
             **({} if job.start else {"model": job.model.model_dump()}),
             **({"lora": job.lora.model_dump()} if job.lora else {}),
+            **({"mixture": job.shares} if job.sources else {}),
             "sft": job.config.model_dump(),
             "seed": job.seed,
             "numerics": job.numerics,
@@ -284,6 +328,7 @@ class _Run:
             "expected_solve": self._last.solve,
             "expected_form": self._last.form,
             "converged": converged,
+            **({"sources": self._drawn()} if job.sources else {}),
         }
         if not converged:
             self._metrics.add(self.taken, warning=f"max_steps {self._config.max_steps} reached before the criterion")

@@ -16,6 +16,8 @@ from contracts.artifacts import Artifact, find_artifact, list_artifacts
 from contracts.episodes import Episode, read_episodes
 from contracts.errors import ArtifactMissing
 from contracts.store import Store
+from curation.mixture.accepted import ACCEPTED
+from curation.mixture.chats import CHATS
 from resources.refs import read_ref
 
 MERGED = ("rollouts", "evaluation_run")
@@ -49,7 +51,7 @@ class EpisodeHome:
 
 @dataclass(frozen=True)
 class Membership:
-    """How one dataset used an episode."""
+    """How one dataset, or one source of a base policy, used an episode."""
 
     dataset: Artifact
     kept: bool
@@ -88,11 +90,11 @@ def find_episode(store: Store, prefix: str) -> EpisodeHome:
 
 
 def memberships(store: Store, episode_id: str) -> list[Membership]:
-    """Datasets that considered the episode, in order of key."""
+    """Datasets, and sources of base policies, that considered the episode: by kind, in order of key."""
     found = []
-    for dataset in list_artifacts(store, "dataset"):
+    for dataset in (each for kind in ("dataset", ACCEPTED, CHATS) for each in list_artifacts(store, kind)):
         rows = dataset.table("members.parquet").filter(pc.field("episode_id") == episode_id).to_pylist()
-        found += [Membership(dataset, row["kept"], row["reason"], row["reward"]) for row in rows]
+        found += [Membership(dataset, row["kept"], row["reason"], row.get("reward")) for row in rows]
     return found
 
 

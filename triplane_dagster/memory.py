@@ -10,7 +10,7 @@ from typing import Any
 from contracts.errors import ConfigError, TriplaneError
 from inference.engines.config import VllmConfig
 from inference.engines.vllm_memory import EngineMemory, engine_memory
-from resources.experiment import Experiment, ImportedBase, SftBase
+from resources.experiment import Experiment, SftBase
 from resources.gpus import local_gpus
 from trainer.plan import Batch, Limit, Plan, Workload, machine_limits, plan_training
 
@@ -111,25 +111,26 @@ def workload(experiment: Experiment, config: Mapping[str, Any]) -> Workload:
 
 def model_shape(experiment: Experiment) -> tuple[str, dict[str, Any]]:
     """(source, config.json) of the experiment's model. Raises ConfigError if nothing tells its shape."""
-    base = experiment.base
-    if isinstance(base, SftBase):
+    base, original = experiment.base, experiment.base.original
+    if original is None:
         from curation.tokenizer import VOCABULARY
 
+        assert isinstance(base, SftBase)
         return "base.model", base.model.hf_config(VOCABULARY)
-    assert isinstance(base, ImportedBase)
-    path = base.directory / "config.json"
+    path = original.directory / "config.json"
     if path.is_file():
         try:
             return str(path), json.loads(path.read_text())
         except ValueError as error:
             raise ConfigError(f"{path} is not JSON ({error}): fetch it again") from None
-    known = PUBLISHED.get(base.directory.name)
+    known = PUBLISHED.get(original.directory.name)
     if known is None:
         raise ConfigError(
-            f"base.path={base.path}: there is no {path}, and no published shape is called {base.directory.name}: fetch"
-            f" the model, or name a directory with its config.json (known: {', '.join(PUBLISHED)})"
+            f"{'base.path' if original is base else 'base.start.path'}={original.path}: there is no {path}, and no"
+            f" published shape is called {original.directory.name}: fetch the model, or name a directory with its"
+            f" config.json (known: {', '.join(PUBLISHED)})"
         )
-    return f"the published shape of {base.directory.name}, since {path} does not exist", dict(known)
+    return f"the published shape of {original.directory.name}, since {path} does not exist", dict(known)
 
 
 def _engine(experiment: Experiment, config: Mapping[str, Any]) -> EngineMemory | None:

@@ -67,33 +67,39 @@ class DemonstrationConfig(BaseModel):
         return self
 
 
-def demonstrations_slice(config: DemonstrationConfig, suite_seed: int) -> dict[str, Any]:
+def demonstrations_slice(config: DemonstrationConfig, suite_seed: int, spaced: bool | None = None) -> dict[str, Any]:
     """Settings that affect the demonstrations, beyond the tokenizer. suite_seed: assigns names and compositions to
-    splits.
+    splits. spaced: layout of calls; None: that of the tokenizer's chat template.
     """
-    return {**config.model_dump(), "suite_seed": suite_seed}
+    return {**config.model_dump(), "suite_seed": suite_seed, **({} if spaced is None else {"spaced": spaced})}
 
 
-def demonstrations_key(config: DemonstrationConfig, suite_seed: int, tokenizer: ArtifactRef) -> str:
+def demonstrations_key(
+    config: DemonstrationConfig, suite_seed: int, tokenizer: ArtifactRef, spaced: bool | None = None
+) -> str:
     """Action key of the demonstrations."""
-    slice_ = demonstrations_slice(config, suite_seed)
+    slice_ = demonstrations_slice(config, suite_seed, spaced)
     return action_key("demonstrations", {"tokenizer": tokenizer.digest}, slice_, DEMONSTRATIONS_VERSION)
 
 
 def build_demonstrations(
-    config: DemonstrationConfig, suite_config: TaskSuiteConfig, tokenizer_artifact: Artifact, store: Store
+    config: DemonstrationConfig,
+    suite_config: TaskSuiteConfig,
+    tokenizer_artifact: Artifact,
+    store: Store,
+    spaced: bool | None = None,
 ) -> Artifact:
-    """Make the `demonstrations` artifact.
+    """Make the `demonstrations` artifact. spaced: see `demonstrations_slice`.
 
     Only the seed of the suite matters: it assigns names and compositions to the train split.
     """
-    slice_ = demonstrations_slice(config, suite_config.seed)
+    slice_ = demonstrations_slice(config, suite_config.seed, spaced)
     parents = {"tokenizer": tokenizer_artifact.ref}
-    key = demonstrations_key(config, suite_config.seed, tokenizer_artifact.ref)
+    key = demonstrations_key(config, suite_config.seed, tokenizer_artifact.ref, spaced)
     found = find_artifact(store, "demonstrations", key)
     if found is not None:
         return found
-    tokenizer = ChatTokenizer.from_directory(tokenizer_artifact.directory())
+    tokenizer = ChatTokenizer.from_directory(tokenizer_artifact.directory(), spaced=spaced)
     train, validation = render_demonstrations(config, suite_config.seed, tokenizer)
     with ArtifactWriter(
         store, "demonstrations", key, parents=parents, config=slice_, code_version=DEMONSTRATIONS_VERSION

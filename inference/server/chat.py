@@ -48,7 +48,7 @@ def prompt_tokens(tokenizer: ChatTokenizer, messages: Sequence[Message], tools: 
             index += 1
         if not following:
             raise BadRequest(f"message {index - 1} is the assistant's: the last message must be the user's or a tool's")
-        ids += tokenizer.encode_text("\n") + tokenizer.prompt(following)
+        ids += tokenizer.reply(following)
     return ids
 
 

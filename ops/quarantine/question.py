@@ -85,8 +85,8 @@ def reach_of(store: Store, what: What, value: str, *, only_count: bool = False) 
         found = _reach(store, db)
         if not found.episodes:
             raise ArtifactMissing(
-                f"only evaluations sampled episodes with the {what} {value!r}: no dataset trains on them, and"
-                " evaluations are never filtered"
+                f"no rollouts have episodes with the {what} {value!r}, only evaluations or files of chats: evaluations"
+                " are never filtered, and rows of a file (`triplane recall` names it) are removed by hand"
             )
         some = "LIMIT 0" if only_count else "ORDER BY rollouts, episode_id, rewards"
         return found, db.sql(f"FROM marked {some}").to_arrow_table().cast(MARKED)

@@ -61,9 +61,15 @@ def plan_retraining(store: Store, experiment: Experiment, tainted: Container[str
             return None
         return Retraining(undone.iteration, None)
     before = standing[standing.index(first) - 1] if first != standing[0] else 0
-    plan = plan_rollback(store, experiment.name, str(before) if before else BASE)
     iteration = history[first - 1].iteration
     inputs = find_inputs(store, experiment, iteration)
+    if inputs is not None and inputs.base.uri in tainted:
+        raise RegistryError(
+            f"the base policy of {experiment.name} was trained on them (base.mixture), and so was every policy since:"
+            " quarantine without --retrain, materialize base_policy, which then leaves accepted episodes out (remove"
+            f" rows of files by hand), and run `triplane rollback -e {experiment.name} --to {BASE}`"
+        )
+    plan = plan_rollback(store, experiment.name, str(before) if before else BASE)
     begun = inputs.start if inputs else None
     if begun is None or begun.checkpoint.digest != plan.target.policy.digest:
         what = begun.checkpoint.short if begun else "inputs that are gone"

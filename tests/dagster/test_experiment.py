@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from contracts.yaml_text import load_yaml
 from resources.errors import ExperimentError
-from resources.experiment import find_experiments, load_experiment
+from resources.experiment import SftBase, find_experiments, load_experiment, parse_experiment
 from trainer.algorithms.dapo import Dapo
 from triplane_dagster.dry_run import plan_of
 
@@ -241,3 +244,38 @@ def test_what_can_not_be_extended_is_one_line(files: dict[str, str], said: str, 
     with pytest.raises(ExperimentError) as caught:
         load_experiment(write(tmp_path, **files))
     assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+EPISODES = {"kind": "episodes", "experiment": "tiny", "iterations": ["0000"]}
+
+
+@pytest.mark.parametrize(
+    ("base", "fault"),
+    [
+        ({"mixture": [EPISODES, EPISODES]}, "mixture has two sources called episodes"),
+        (
+            {"mixture": [EPISODES], "demonstrations": {"count": 1}},
+            "demonstrations has no effect without a source of kind",
+        ),
+        ({"start": {"path": "x"}, "model": {"layers": 1}}, "model is the shape of a fresh model, but start names one"),
+        ({"lora": {"rank": 2}}, "lora adapts the weights of an imported model: set start"),
+        (
+            {"start": {"path": "x"}, "lora": {"rank": 2}},
+            "base.lora makes adapters, which iterations continue: set trainer.lora",
+        ),
+        ({"mixture": [{**EPISODES, "experiment": "taught"}]}, "base.mixture.0.experiment is taught itself"),
+        ({"mixture": [{"kind": "chats", "path": "x", "weight": 0}]}, "weight"),
+        ({"mixture": [{"kind": "episodes", "experiment": "tiny", "iterations": []}]}, "iterations"),
+        ({"mixture": [{"kind": "other"}]}, "kind|tag"),
+    ],
+)
+def test_a_mixture_that_contradicts_itself_is_refused(base: dict[str, Any], fault: str) -> None:
+    with pytest.raises(ExperimentError, match=fault):
+        parse_experiment({"name": "taught", "base": base})
+
+
+def test_the_documented_mixture_is_one_that_experiments_have() -> None:
+    page = (FOLDER.parent / "docs" / "training.md").read_text()
+    (block,) = (each for each in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL) if "mixture:" in each)
+    base = parse_experiment({"name": "second", **load_yaml(block)}).base
+    assert isinstance(base, SftBase) and [each.called for each in base.mixture] == ["own", "episodes"]
