@@ -70,7 +70,7 @@ def definitions_for(
             *(job for jobs in halves for job in jobs),
             *trainings,
             *(rollback_job(experiment) for experiment in experiments),
-            evaluation_job(),
+            *(evaluation_job(experiment) for experiment in experiments),
         ],
         schedules=[nightly(experiment, job) for experiment, job in zip(experiments, trainings, strict=True)],
         sensors=[

@@ -1,4 +1,4 @@
-"""The job `evaluate`: a policy of the store under a named evaluation, launched in the UI.
+"""The job `NAME_evaluate`: a policy of the store under a named evaluation, launched in the UI.
 
 A job and no asset: the policy is chosen by a person, and is no partition of anything. Its result appears as a
 materialization of `evaluations/NAME`, whose plots tab then shows the pass rates in order.
@@ -11,29 +11,45 @@ from contracts.artifacts import open_artifact
 from curation.tasks.importing.find import find_suite
 from ops.evaluation import Playing
 from ops.named_evaluations import evaluate_policy, rows_of, settings_for
+from ops.pod_tags import pod_tags
 from ops.policies import stored_policy
 from ops.retries import bounded, step_retries
 from resources.evaluation import load_evaluation
+from resources.experiment import Experiment
 from resources.sampler import SamplerResource
 from resources.sandboxes import SandboxesResource
 from resources.store import StoreResource
 from triplane_dagster.experiment_files import evaluations_folder
-from triplane_dagster.jobs import REPEATED_WHOLE
-
-JOB = "evaluate"
+from triplane_dagster.jobs import shared_tags
 
 
 class EvaluatePolicy(dg.Config):
     """Run configuration of an evaluation."""
 
-    policy: str = Field(description="Digest of a checkpoint, NAME/live, NAME/base, or an iteration such as NAME/0003.")
+    policy: str = Field(
+        default="live",
+        description=(
+            "live, base or the digest of a checkpoint; of another experiment: NAME/live, NAME/base or an iteration such"
+            " as NAME/0003."
+        ),
+    )
     evaluation: str = Field(description="Named evaluation: a file in experiments/evaluations/, without .yaml.")
 
 
-def evaluation_job() -> dg.JobDefinition:
-    """Job that evaluates one policy."""
+def evaluation_job_name(experiment: Experiment) -> str:
+    """Name of the evaluation job, e.g. quickstart_evaluate."""
+    return f"{experiment.name}_evaluate"
 
-    @dg.op(name="evaluate_policy", out=dg.Out(dg.Nothing), retry_policy=step_retries())
+
+def evaluation_job(experiment: Experiment) -> dg.JobDefinition:
+    """Job that evaluates one policy, in the pods of an experiment."""
+
+    @dg.op(
+        name=f"{experiment.name}_evaluate_policy",
+        out=dg.Out(dg.Nothing),
+        tags=pod_tags(experiment),
+        retry_policy=step_retries(),
+    )
     @bounded
     def evaluate_op(
         context: dg.OpExecutionContext,
@@ -43,7 +59,7 @@ def evaluation_job() -> dg.JobDefinition:
         sandboxes: SandboxesResource,
     ) -> None:
         opened, evaluation = store.open(), load_evaluation(evaluations_folder() / f"{config.evaluation}.yaml")
-        policy = open_artifact(opened, stored_policy(opened, "quickstart", config.policy))
+        policy = open_artifact(opened, stored_policy(opened, experiment.name, config.policy))
         suite, settings = find_suite(opened, evaluation.suite), settings_for(evaluation, policy)
         playing = Playing(opened, settings, sampler, sandboxes, lambda phase, done, total, **numbers: None)
         run = evaluate_policy(playing, evaluation, policy, suite)
@@ -63,9 +79,11 @@ def evaluation_job() -> dg.JobDefinition:
         )
 
     @dg.job(
-        name=JOB,
-        description="Evaluate a policy of the store under a named evaluation; the result is kept and found again.",
-        tags=REPEATED_WHOLE,
+        name=evaluation_job_name(experiment),
+        description=(
+            f"{experiment.name}: evaluate a policy under a named evaluation; the result is kept and found again."
+        ),
+        tags=shared_tags(experiment),
     )
     def job() -> None:
         evaluate_op()

@@ -99,6 +99,7 @@ def test_rematerialized_iteration_samples_nothing_and_keeps_the_live_policy(ran:
     assert decision_of(ran.store, ran.experiment, "0000") == decision
 
 
+@pytest.mark.slow
 def test_old_iteration_with_new_trainer_settings_is_stale_without_resampling(ran: World) -> None:
     trainer = ran.experiment.trainer.model_copy(update={"weight_decay": 0.5})
     other = ran.experiment.model_copy(update={"trainer": trainer})

@@ -70,6 +70,7 @@ def test_local_launcher_refuses_several_nodes() -> None:
         launch("pass", nodes=2)
 
 
+@pytest.mark.slow
 def test_local_launcher_refuses_gpus_and_dry_run_says_so(tmp_path: Path) -> None:
     with pytest.raises(LaunchFailed, match=r"gpus=8: this machine has 0 NVIDIA.*set it to 0"):
         launch("pass", gpus=8)

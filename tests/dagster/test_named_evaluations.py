@@ -35,7 +35,7 @@ from resources.refs import require_ref
 from tests.ports import free_port
 from triplane_dagster.assembly import definitions_for
 from triplane_dagster.cli.app import app
-from triplane_dagster.evaluation_job import JOB
+from triplane_dagster.evaluation_job import evaluation_job_name
 from triplane_dagster.lineage import trace
 
 TINY = Path(__file__).parent / "tiny.yaml"
@@ -142,6 +142,7 @@ def test_interrupted_evaluation_says_how_to_go_on_and_goes_on(desk: Desk) -> Non
     assert 1 <= int(state.split()[0]) < 24, state
 
 
+@pytest.mark.slow
 def test_named_evaluation_repeats_its_settings_after_the_experiment_has_changed(desk: Desk) -> None:
     base = desk.json("evaluate", "tiny/base", "--split", "gate", "--samples", "2", "--save", "gate2")
     file = desk.folder / "experiments" / "tiny.yaml"
@@ -310,8 +311,9 @@ def test_documented_evaluation_file_is_read(desk: Desk) -> None:
 
 def test_job_evaluates_a_policy_under_a_named_evaluation_and_shows_the_result(desk: Desk) -> None:
     row = desk.json("evaluate", "tiny/base", "--split", "gate", "--samples", "2", "--save", "gate2")
-    config = {"ops": {"evaluate_policy": {"config": {"policy": "tiny/0001", "evaluation": "gate2"}}}}
-    job = definitions_for([load_experiment(TINY)]).resolve_job_def(JOB)
+    config = {"ops": {"tiny_evaluate_policy": {"config": {"policy": "tiny/0001", "evaluation": "gate2"}}}}
+    experiment = load_experiment(TINY)
+    job = definitions_for([experiment]).resolve_job_def(evaluation_job_name(experiment))
     with dg.DagsterInstance.ephemeral() as instance:
         done = job.execute_in_process(run_config=config, instance=instance)
     (event,) = [each for each in done.all_events if each.event_type == dg.DagsterEventType.ASSET_MATERIALIZATION]

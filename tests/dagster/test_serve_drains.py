@@ -73,6 +73,7 @@ async def test_a_server_started_before_the_first_policy_becomes_ready_with_it(
     assert server.ended(30) == 0 and "Traceback" not in server.printed
 
 
+@pytest.mark.slow
 def test_the_wait_for_the_first_policy_is_bounded_and_its_error_names_the_fix(start: Callable[..., Server]) -> None:
     server = start("never", "--wait", "0.5")
     assert server.ended(60) == 1

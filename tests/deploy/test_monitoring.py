@@ -111,7 +111,7 @@ def test_every_alert_is_explained() -> None:
     rules = yaml.safe_load((MONITORING / "rules.yaml").read_text())
     alerts = [rule["alert"] for group in rules["groups"] for rule in group["rules"]]
     page = (ROOT / "docs" / "monitoring.md").read_text()
-    assert alerts == re.findall(r"^\| `(\w+)` \| [a-z\d]", page, flags=re.MULTILINE)
+    assert alerts == re.findall(r"^\| `([A-Z][a-z]\w+)` \| [a-z\d]", page, flags=re.MULTILINE)
     assert f"({len(alerts)} alerts)" in page
 
 

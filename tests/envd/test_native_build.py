@@ -65,6 +65,7 @@ def test_the_built_programs_are_hardened(program: object) -> None:
     check_hardened(read_elf(program()))
 
 
+@pytest.mark.slow
 def test_the_system_compiler_fortifies_calls(tmp_path: Path) -> None:
     require("C compiler")  # the C library of ziglang has no fortified calls
     for path in build.build(tmp_path):

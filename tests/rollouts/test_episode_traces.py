@@ -121,6 +121,7 @@ def test_without_sampling_nothing_is_sent_and_episodes_are_the_same(
         assert not found.spans
 
 
+@pytest.mark.slow
 def test_a_dead_collector_costs_no_episode(
     tmp_path: Path,
     tokenizer: ChatTokenizer,
