@@ -99,7 +99,7 @@ class Fleet:
         """This router's name in the registry."""
         self.replicas: dict[str, Replica] = {}
         self._resolved: dict[Address, list[str]] = {}
-        """URLs of each address when it was last resolved."""
+        """URLs of each address when it was last resolved; while it can't be, without those that went away since."""
         self._unresolved: set[Address] = set()
         self._ejected: set[str] = set()
         self._sessions: OrderedDict[str, _Session] = OrderedDict()
@@ -193,7 +193,7 @@ class Fleet:
                 self._unresolved.discard(address)
             except InfraFault as error:
                 if address not in self._unresolved:
-                    _log.warning("%s; the servers known by it stay; said once", error)
+                    _log.warning("%s; its servers stay while they accept connections; said once", error)
                 self._unresolved.add(address)
         for url in self._given:
             self._known(url)
@@ -386,6 +386,9 @@ class Fleet:
 
     def _settle(self) -> None:
         """Let the pools choose among the replicas that may be asked."""
+        for address in self._unresolved:  # the IP address of a pod that is gone may soon be that of another server
+            known = self._resolved.get(address, [])
+            self._resolved[address] = [url for url in known if not self.replicas[url].health.away]
         for url in set(self.replicas) - set(self._given):
             if self.replicas[url].joined is None:
                 self._tell("left", url, "its lease has ended, or its address is gone")

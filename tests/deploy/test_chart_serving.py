@@ -153,19 +153,18 @@ def test_routers_take_the_address_of_redis_from_a_secret() -> None:
 
 
 def test_keda_scales_what_the_router_routes_to() -> None:
-    most = {"max": 8, "tokensPerReplica": 5_000_000}
-    routers = [{"experiment": "quickstart", "to": "samplers", "autoscale": most}, {**FULL["routers"][1]}]
-    engines = [{**FULL["engines"][0], "scale": False}]
+    routers = [
+        {"experiment": "quickstart", "to": "samplers", "autoscale": {"max": 8, "tokensPerReplica": 5_000_000}},
+        {"experiment": "other", "to": "samplers", "autoscale": {"min": 1, "max": 4, "cooldownSeconds": 0}},
+    ]
+    samplers = [*FULL["samplers"], {"experiment": "other"}]
+    given = render({**FULL, "samplers": samplers, "routers": routers}, "night", "rl")
     targets = {key for key, _ in TARGETS.values()}
-    routers[1]["autoscale"] = {"min": 1, "max": 4, "cooldownSeconds": 60}
-    given = render({**FULL, "routers": routers, "engines": engines}, "night", "rl")
-    for name, (kind, target), bounds in (
-        ("quickstart", ("Deployment", "night-sampler-quickstart"), (0, 8, 300)),
-        ("qwen3-4b", ("StatefulSet", "night-engine-qwen3-4b"), (1, 4, 60)),
-    ):
+    for name, bounds in (("quickstart", (0, 8, 300)), ("other", (1, 4, 0))):
         spec = found("ScaledObject", f"night-router-{name}", given)["spec"]
-        assert spec["scaleTargetRef"] == {"apiVersion": "apps/v1", "kind": kind, "name": target}
-        assert "replicas" not in found(kind, target, given)["spec"], "an upgrade would undo the scaling"
+        target = f"night-sampler-{name}"
+        assert spec["scaleTargetRef"] == {"apiVersion": "apps/v1", "kind": "Deployment", "name": target}
+        assert "replicas" not in found("Deployment", target, given)["spec"], "an upgrade would undo the scaling"
         assert tuple(spec[f"{each}"] for each in ("minReplicaCount", "maxReplicaCount", "cooldownPeriod")) == bounds
         (trigger,) = spec["triggers"]
         assert trigger["type"] == "external-push" and trigger["metadata"].keys() == {"scalerAddress", *targets}
@@ -174,6 +173,16 @@ def test_keda_scales_what_the_router_routes_to() -> None:
     scaled = found("ScaledObject", "night-router-quickstart", given)["spec"]["triggers"][0]["metadata"]
     assert scaled["tokensPerReplica"] == "5000000"
     assert found("Deployment", "night-sampler-my-night", given)["spec"]["replicas"] == 1
+
+
+def test_least_and_greatest_numbers_reach_the_pods() -> None:
+    engine = {"experiment": "a", "replicas": 0, "gpus": 0, "image": "v:1", "model": "/m"}
+    bridge = {"experiment": "a", "keySecret": "k", "maxEpisodes": 1_000_000}
+    made = render({"engines": [engine], "bridges": [bridge]}, "night", "rl")
+    assert found("StatefulSet", "night-engine-a", made)["spec"]["replicas"] == 0
+    pods = {name: each["spec"]["containers"][0] for name, each in templates(made)}
+    assert pods["night-engine-a"]["resources"]["limits"]["nvidia.com/gpu"] == "0"
+    assert parsed(pods["night-bridge-a"]["command"])["max_episodes"] == 1_000_000
 
 
 def pod(**labels: str) -> dict[str, str]:

@@ -74,10 +74,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {
-            "engines": [{"experiment": "a", "replicas": 1, "image": "v:1", "model": "/m", "scale": True}],
+            "engines": [{"experiment": "a", "replicas": 1, "image": "v:1", "model": "/m"}],
             "routers": [{"experiment": "a", "to": "engines", "autoscale": {"max": 2}}],
         },
-        "routers: a: autoscale: its engines have scale: true",
+        "routers: a: autoscale: give to: samplers: only samplers",
     ),
     ({"bridges": [{"experiment": "a"}]}, "/bridges/0"),
     ({"bridges": [{"experiment": "a", "keySecret": "k", "policy": "best"}]}, "/bridges/0/policy"),
@@ -89,6 +89,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"bridges": [{"experiment": "a", "keySecret": "k", "journal": {"size": "1G"}}]}, "/bridges/0/journal/size"),
     ({"redis": {"enabled": True}}, "redis.existingSecret: redis.enabled needs a Secret"),
     ({"redis": {"maxMemory": "256Mi"}}, "/redis/maxMemory"),
+    ({"redis": {"enabled": True, "existingSecret": "r", "maxMemory": "512mb"}}, "redis.maxMemory: 512mb: must be"),
+    ({"redis": {"enabled": True, "existingSecret": "r", "maxMemory": "1gb"}}, "limits.memory (512Mi)"),
     ({"redis": {"password": "secret"}}, "password"),
     ({"networkPolicies": {"webserverFrom": [{"pods": {}}]}}, "/networkPolicies/webserverFrom/0"),
 ]
@@ -99,6 +101,15 @@ def test_a_wrong_value_is_refused_by_name(values: dict[str, Any], name: str) -> 
     with pytest.raises(HelmError) as refused:
         render(values)
     assert name in str(refused.value)
+
+
+def test_names_that_kubernetes_refuses_are_refused_by_the_chart() -> None:
+    routed = {"samplers": [{"experiment": "e" * 30}], "routers": [{"experiment": "e" * 30, "to": "samplers"}]}
+    bridge = {"bridges": [{"experiment": "e" * 30, "keySecret": "k"}]}
+    for values, name, longest in ((routed, "-sampler-", 63 - 48), (bridge, "-bridge-", 52 - 38)):
+        assert render(values, "r" * longest)
+        with pytest.raises(HelmError, match=f"{name}e.* characters, but the name of a .* has at most"):
+            render(values, "r" * (longest + 1))
 
 
 def test_every_value_is_explained() -> None:

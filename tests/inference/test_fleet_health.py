@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import socket
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -41,8 +42,8 @@ pytestmark = pytest.mark.anyio
 class Server:
     """Answers probes, as vLLM does, from a thread."""
 
-    def __init__(self) -> None:
-        self.port, self.status, self.version = free_port(), 200, "v1"
+    def __init__(self, port: int | None = None) -> None:
+        self.port, self.status, self.version = port or free_port(), 200, "v1"
         routes = [Route("/health", self.health), Route("/weight_info", self.weight_info)]
         self.server = uvicorn.Server(uvicorn.Config(Starlette(routes=routes), port=self.port, log_level="critical"))
         self.thread = threading.Thread(target=self.server.run, daemon=True)
@@ -75,12 +76,13 @@ class Clock:
 class World:
     """A fleet over real servers, watched step by step."""
 
-    def __init__(self, count: int, client: httpx.AsyncClient) -> None:
+    def __init__(self, count: int, client: httpx.AsyncClient, address: str) -> None:
         self.servers = [Server() for _ in range(count)]
         self.clock, self.told = Clock(), list[Event]()
         self.registry = LocalRegistry(self.clock)
         self.prompts = itertools.count()
-        addresses = parse_addresses(",".join(each.url for each in self.servers)) if self.servers else []
+        given = ",".join(address.format(each.port) for each in self.servers)
+        addresses = parse_addresses(given) if given else []
         self.fleet = Fleet(addresses, self.registry, Pools(), client, self.clock)
         self.fleet.tell = self.told.append
 
@@ -100,9 +102,9 @@ class World:
 
 
 @asynccontextmanager
-async def world(count: int) -> AsyncIterator[World]:
+async def world(count: int, address: str = "http://127.0.0.1:{}") -> AsyncIterator[World]:
     async with httpx.AsyncClient(trust_env=False) as client:
-        made = World(count, client)
+        made = World(count, client, address)
         await made.fleet.start()
         yield made
         await made.fleet.close()
@@ -175,6 +177,35 @@ async def test_a_server_that_accepts_no_connection_is_not_asked_however_many_the
         found.servers[2].end()
         await found.fleet.check()
         assert found.chosen() == set()
+
+
+@pytest.mark.parametrize("fault", [socket.EAI_NONAME, socket.EAI_AGAIN])
+async def test_servers_of_a_name_without_addresses_stay_only_while_they_accept_connections(
+    fault: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual, resolves = socket.getaddrinfo, True
+
+    def lookup(host: Any, port: Any, *rest: Any, **more: Any) -> Any:
+        if host == "samplers.ns.svc" and not resolves:
+            raise socket.gaierror(fault, "no address")
+        return usual("127.0.0.1" if host == "samplers.ns.svc" else host, port, *rest, **more)
+
+    monkeypatch.setattr(socket, "getaddrinfo", lookup)
+    async with world(2, "dns:samplers.ns.svc:{}") as found:
+        gone, well = found.servers
+        assert found.chosen() == {gone.url, well.url}
+        resolves = False
+        await found.fleet.check()
+        assert found.chosen() == {gone.url, well.url}
+        await asyncio.to_thread(gone.end)
+        await found.fleet.check()
+        found.servers.append(Server(gone.port))  # of another experiment, on the IP address of the pod that is gone
+        for _ in range(2):
+            await found.fleet.check()
+            assert found.chosen() == {well.url} and found.kinds(gone.url)[-1] == "left"
+        resolves = True
+        await found.fleet.check()
+        assert found.chosen() == {gone.url, well.url}
 
 
 async def test_faults_of_requests_eject_for_longer_each_time_though_probes_are_well() -> None:

@@ -13,8 +13,14 @@ app.kubernetes.io/managed-by: {{ .root.Release.Service }}
 helm.sh/chart: {{ .root.Chart.Name }}-{{ .root.Chart.Version }}
 {{- end }}
 
-{{/* Labels and the namespace of an object's metadata. Call with (dict "root" . "component" NAME "name" NAME). */}}
+{{/* Labels and the namespace of an object's metadata. Call with (dict "root" . "component" NAME "name" NAME), and "kind"
+of a StatefulSet, whose pods have its name and 11 more characters in a label. */}}
 {{- define "triplane.metadata" -}}
+{{- $kind := .kind | default "Service" }}
+{{- $most := eq $kind "StatefulSet" | ternary 52 63 }}
+{{- if gt (len .name) $most }}
+{{- fail (print .name ": " (len .name) " characters, but the name of a " $kind " has at most " $most ": shorten that of the release or of the experiment") }}
+{{- end }}
 name: {{ .name }}
 namespace: {{ .root.Release.Namespace }}
 labels:
@@ -36,6 +42,11 @@ labels:
 {{- fail (print "image " . ": the tag latest names no version; give the version or the digest of an image") }}
 {{- end }}
 {{- . }}
+{{- end }}
+
+{{/* MiB of a text such as 256mb (of Redis, by powers of 1024) or 1Gi. */}}
+{{- define "triplane.mebibytes" -}}
+{{- mul (regexFind "[0-9]+" . | int) (get (dict "m" 1 "g" 1024 "t" 1048576) (regexFind "[a-zA-Z]" . | lower)) }}
 {{- end }}
 
 {{/* Name of an experiment within names of objects, which have no underscores. */}}
@@ -197,39 +208,21 @@ checksum/env: {{ include (print .Template.BasePath "/env.yaml") . | sha256sum }}
 {{- toYaml (. | default (list (dict "podSelector" dict))) }}
 {{- end }}
 
-{{/* What the router routes to in this release, as YAML: kind, name, address, eventsPort; empty without `to`.
+{{/* What the router routes to in this release, as YAML: address, eventsPort; empty without `to`.
 Call with (dict "root" . "router" VALUES). */}}
 {{- define "triplane.routed" -}}
 {{- $router := .router }}
 {{- with $router.to }}
-{{- $name := print $.root.Release.Name "-" (trimSuffix "s" .) "-" (include "triplane.experiment" $router.experiment) }}
 {{- $found := false }}
 {{- range index $.root.Values . }}
 {{- if eq .experiment $router.experiment }}
 {{- $found = true }}
-{{- if and .scale $router.autoscale }}
-{{- fail (print "routers: " $router.experiment ": autoscale: its engines have scale: true, for steps; leave one out") }}
-{{- end }}
 eventsPort: {{ .eventsPort | default 0 }}
 {{- end }}
 {{- end }}
 {{- if not $found }}
 {{- fail (print "routers: " $router.experiment ": to: " $router.to " has no entry of it; add one, or give servers") }}
 {{- end }}
-name: {{ $name }}
-kind: {{ eq . "samplers" | ternary "Deployment" "StatefulSet" }}
-address: dns:{{ $name }}{{ eq . "samplers" | ternary "-replicas" "" }}.{{ $.root.Release.Namespace }}.svc:8000
-{{- end }}
-{{- end }}
-
-{{/* `replicas` of an entry of samplers or engines, but where a router has KEDA set them.
-Call with (dict "root" . "list" NAME "entry" VALUES). */}}
-{{- define "triplane.replicas" -}}
-{{- $scaled := false }}
-{{- range .root.Values.routers }}
-{{- $scaled = or $scaled (and .autoscale (eq (.to | default "") $.list) (eq .experiment $.entry.experiment)) }}
-{{- end }}
-{{- if not $scaled }}
-replicas: {{ dig "replicas" 1 .entry }}
+address: dns:{{ $.root.Release.Name }}-{{ trimSuffix "s" . }}-{{ include "triplane.experiment" $router.experiment }}{{ eq . "samplers" | ternary "-replicas" "" }}.{{ $.root.Release.Namespace }}.svc:8000
 {{- end }}
 {{- end }}
