@@ -241,7 +241,7 @@ def report(train: pa.Table, members: pa.Table) -> DatasetReport:
 _REQUIRED = pa.schema([("component", pa.string()), ("at_least", pa.float64()), ("at_most", pa.float64())])
 _AGREED = pa.schema([("number", pa.int32()), ("component", pa.string()), ("within", pa.float64())])
 _ROUNDING = 1e-9
-"""Room for the rounding of differences: 0.8 and 0.5 agree within 0.3."""
+"""Room for the rounding of values and differences: 0.8 and 0.5 agree within 0.3, and (2.8 - 1) / 9 is at least 0.2."""
 
 _REWARDS = f"""
 CREATE VIEW disagreements AS
@@ -257,7 +257,7 @@ SELECT * REPLACE (if(believed, reward, NULL) AS reward, if(believed, solved, NUL
 )
 """
 
-_MEMBERS = """
+_MEMBERS = f"""
 CREATE TABLE reasons AS
 WITH lengths AS (
     SELECT
@@ -279,7 +279,7 @@ unmet AS (
     SELECT DISTINCT r.episode_id
     FROM graded r CROSS JOIN required q
     LEFT JOIN ratings v ON v.episode_id = r.episode_id AND v.component = q.component
-    WHERE v.value IS NULL OR v.value < q.at_least OR v.value > q.at_most
+    WHERE v.value IS NULL OR v.value < q.at_least - {_ROUNDING} OR v.value > q.at_most + {_ROUNDING}
 )
 SELECT
     e.episode_id, e.group_id, e.sample, r.reward, e.file_row_number AS position,
