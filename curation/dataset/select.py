@@ -375,10 +375,14 @@ def _check_unique(db: duckdb.DuckDBPyConnection) -> None:
 
 
 def _groups_without_variance(db: duckdb.DuckDBPyConnection, config: DatasetConfig) -> pa.Table:
-    """Groups for which `lacks_variance` holds, as a table of one column, group_id; empty if such groups are kept."""
+    """Groups for which `lacks_variance` holds, as a table of one column, group_id; empty if such groups are kept.
+
+    With `agree`, only members with a reward are compared, so that at least two of a group that trains have one.
+    """
     found: dict[str, list[bool | float | None]] = {}
     if config.drop_zero_variance:
-        for group, value in db.sql(f"SELECT group_id, {config.variance_of} FROM rewards").fetchall():
+        which = "WHERE reward IS NOT NULL" if config.agree else ""  # else as ever: digests stay
+        for group, value in db.sql(f"SELECT group_id, {config.variance_of} FROM rewards {which}").fetchall():
             found.setdefault(group, []).append(value)
     lacking = sorted(group for group, values in found.items() if lacks_variance(values))
     return pa.table({"group_id": pa.array(lacking, pa.string())})

@@ -441,6 +441,14 @@ def test_a_rule_leaves_out_what_it_says(rules: dict[str, Any], reasons: list[str
     assert members["reason"].to_pylist() == reasons
 
 
+def test_with_agree_a_member_without_a_reward_gives_its_group_no_variance(tmp_path: Path) -> None:
+    rows = two_groups() | {"ratings": []}
+    rows["rewards"][1]["reward"] = None  # a judge gave no answer; the hidden tests failed
+    for agree, reason in ([], None), ([{"components": ["one"], "within": 0.1}], "zero_variance"):
+        _, members = select(rows, DatasetConfig.model_validate({"agree": agree}), set(), tmp_path)
+        assert members["reason"].to_pylist()[:2] == [reason, "not_graded"]
+
+
 def test_groups_without_variance_give_an_empty_dataset_with_reasons(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "store")
     rows = two_groups()
