@@ -74,6 +74,8 @@ group is beyond one of the `caps`.
 
 COUNTED = ("tampered", "empty", "low_reward", "unmet", "too_short", "too_long", "truncated", "duplicate")
 """Reasons of episodes that do not train but whose reward counts in the mean of a group that may."""
+COUNTED_IN_BATCH = ("zero_variance", "low_deviation", "over_cap")
+"""Further ones, of whole groups, whose rewards count where advantages are normalized over the iteration."""
 
 TRAIN = pa.schema(
     [
