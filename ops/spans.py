@@ -13,11 +13,11 @@ TRACE_TAG = "triplane/trace"
 
 
 @contextmanager
-def run_span(run_id: str, job: str) -> Iterator[None]:
+def run_span(run_id: str, job: str) -> Iterator[tracing.Span]:
     """Block that executes a run; its spans are exported at the end."""
     try:
-        with tracing.span(f"run {job}", {"dagster.run_id": run_id}, run_id=run_id):
-            yield
+        with tracing.span(f"run {job}", {"dagster.run_id": run_id}, run_id=run_id) as span:
+            yield span
     finally:
         tracing.flush()
 

@@ -59,8 +59,11 @@ class _Tagging(dg.Executor):
         run_id = plan_context.run_id
         tags = {**process_tag(run_id), **REPEATED_WHOLE, **trace_tag(run_id)}
         plan_context.instance.add_run_tags(run_id, tags)
-        with run_span(run_id, plan_context.job_name):
-            yield from self._inner.execute(plan_context, execution_plan)
+        with run_span(run_id, plan_context.job_name) as span:
+            for event in self._inner.execute(plan_context, execution_plan):
+                if event.is_step_failure:  # raises nothing here
+                    span.fail("StepFailed")
+                yield event
 
 
 def _tagging(

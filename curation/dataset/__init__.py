@@ -11,6 +11,7 @@ from curation.dataset.config import DatasetConfig
 from curation.dataset.ratings import RATINGS, ratings_of
 from curation.dataset.select import (
     COUNTED,
+    COUNTED_IN_BATCH,
     DATASET_VERSION,
     MEMBERS,
     REASONS,
@@ -23,6 +24,7 @@ from curation.dataset.select import (
 
 __all__ = [
     "COUNTED",
+    "COUNTED_IN_BATCH",
     "DATASET_VERSION",
     "MEMBERS",
     "RATINGS",

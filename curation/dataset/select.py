@@ -74,6 +74,8 @@ group is beyond one of the `caps`.
 
 COUNTED = ("tampered", "empty", "low_reward", "unmet", "too_short", "too_long", "truncated", "duplicate")
 """Reasons of episodes that do not train but whose reward counts in the mean of a group that may."""
+COUNTED_IN_BATCH = ("zero_variance", "low_deviation", "over_cap")
+"""Further ones, of whole groups, whose rewards count where advantages are normalized over the iteration."""
 
 TRAIN = pa.schema(
     [
@@ -241,7 +243,7 @@ def report(train: pa.Table, members: pa.Table) -> DatasetReport:
 _REQUIRED = pa.schema([("component", pa.string()), ("at_least", pa.float64()), ("at_most", pa.float64())])
 _AGREED = pa.schema([("number", pa.int32()), ("component", pa.string()), ("within", pa.float64())])
 _ROUNDING = 1e-9
-"""Room for the rounding of differences: 0.8 and 0.5 agree within 0.3."""
+"""Room for the rounding of values and differences: 0.8 and 0.5 agree within 0.3, and (2.8 - 1) / 9 is at least 0.2."""
 
 _REWARDS = f"""
 CREATE VIEW disagreements AS
@@ -257,7 +259,7 @@ SELECT * REPLACE (if(believed, reward, NULL) AS reward, if(believed, solved, NUL
 )
 """
 
-_MEMBERS = """
+_MEMBERS = f"""
 CREATE TABLE reasons AS
 WITH lengths AS (
     SELECT
@@ -279,7 +281,7 @@ unmet AS (
     SELECT DISTINCT r.episode_id
     FROM graded r CROSS JOIN required q
     LEFT JOIN ratings v ON v.episode_id = r.episode_id AND v.component = q.component
-    WHERE v.value IS NULL OR v.value < q.at_least OR v.value > q.at_most
+    WHERE v.value IS NULL OR v.value < q.at_least - {_ROUNDING} OR v.value > q.at_most + {_ROUNDING}
 )
 SELECT
     e.episode_id, e.group_id, e.sample, r.reward, e.file_row_number AS position,
@@ -375,10 +377,14 @@ def _check_unique(db: duckdb.DuckDBPyConnection) -> None:
 
 
 def _groups_without_variance(db: duckdb.DuckDBPyConnection, config: DatasetConfig) -> pa.Table:
-    """Groups for which `lacks_variance` holds, as a table of one column, group_id; empty if such groups are kept."""
+    """Groups for which `lacks_variance` holds, as a table of one column, group_id; empty if such groups are kept.
+
+    With `agree`, only members with a reward are compared, so that at least two of a group that trains have one.
+    """
     found: dict[str, list[bool | float | None]] = {}
     if config.drop_zero_variance:
-        for group, value in db.sql(f"SELECT group_id, {config.variance_of} FROM rewards").fetchall():
+        which = "WHERE reward IS NOT NULL" if config.agree else ""  # else as ever: digests stay
+        for group, value in db.sql(f"SELECT group_id, {config.variance_of} FROM rewards {which}").fetchall():
             found.setdefault(group, []).append(value)
     lacking = sorted(group for group, values in found.items() if lacks_variance(values))
     return pa.table({"group_id": pa.array(lacking, pa.string())})

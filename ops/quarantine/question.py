@@ -3,7 +3,8 @@
     marked episodes -> datasets that use them -> checkpoints trained on these -> checkpoints trained further from those
                                                                               -> which are live
 
-A dataset uses an episode if it trains on it or if its reward counted in the mean of its group.
+A dataset uses an episode if it trains on it or if its reward counted in the mean of its group, or in the mean and
+deviation of the iteration, where a training on the dataset normalized its advantages over that.
 """
 
 from __future__ import annotations
@@ -15,14 +16,17 @@ from typing import Any
 import duckdb
 import pyarrow as pa
 
+from contracts.artifacts import find_artifact
 from contracts.errors import ArtifactMissing
 from contracts.store import Store
-from curation.dataset import COUNTED
+from curation.dataset import COUNTED, COUNTED_IN_BATCH
 from ops.ledger.index import update
 from ops.ledger.recall import PLACES, What, asked, live_among, rows, trained_on
 from ops.ledger.segments import Ledger
 from resources.quarantine import MARKED, Mark, Quarantine
 
+_OVER_ITERATION = ("batch_normalized", "group_mean_batch_std")
+"""Values of `trainer.algorithm.advantage` that normalize over all graded episodes of an iteration."""
 _MARKED = """
 CREATE TEMP TABLE marked AS
 SELECT episode_id, home AS rollouts, NULL::VARCHAR AS rewards FROM found WHERE home LIKE 'artifacts/rollouts/%'
@@ -31,6 +35,11 @@ _MARKED_BY_RULE = """
 CREATE TEMP TABLE marked AS
 SELECT episode_id, f.home AS rollouts, g.home AS rewards FROM found f JOIN grades g USING (episode_id)
 WHERE f.home LIKE 'artifacts/rollouts/%' AND g.home IN (FROM graders)
+"""
+_TRAININGS = """
+SELECT DISTINCT home, child FROM members JOIN edges ON home = parent
+WHERE list_contains($in_batch, reason) AND episode_id IN (SELECT episode_id FROM marked)
+    AND child LIKE 'artifacts/checkpoint/%'
 """
 _USED = """
 WITH uses AS (
@@ -43,7 +52,9 @@ WITH uses AS (
 )
 SELECT home AS uri, any_value(a.digest) AS digest, any_value(p.experiment) AS experiment,
     any_value(p.iteration) AS iteration, count(*) FILTER (kept) AS trains,
-    count(*) FILTER (list_contains($counted, reason)) AS counted
+    count(*) FILTER (
+        list_contains($counted, reason) OR list_contains($in_batch, reason) AND list_contains($normalized, home)
+    ) AS counted
 FROM uses JOIN artifacts a ON home = a.uri LEFT JOIN places p ON p.uri = home
 GROUP BY home HAVING trains + counted > 0 ORDER BY experiment, iteration, digest
 """
@@ -63,7 +74,7 @@ class Reach:
     episodes: int
     """Marked episodes."""
     datasets: list[dict[str, Any]]
-    """Datasets that use them: trains (rows), counted (rows left out, but part of their group's mean)."""
+    """Datasets that use them: trains (rows), counted (rows left out, but part of a mean)."""
     checkpoints: dict[str, dict[str, Any]]
     """By URI: checkpoints trained on these datasets (distance 0), and those trained further from them."""
     live: list[dict[str, Any]]
@@ -106,10 +117,19 @@ def reach_of_marks(store: Store, marks: Sequence[Mark]) -> Reach:
 
 
 def _reach(store: Store, db: duckdb.DuckDBPyConnection) -> Reach:
-    used = rows(db, _USED, {"counted": COUNTED})
+    in_batch = {"in_batch": COUNTED_IN_BATCH}
+    trainings = db.execute(_TRAININGS, in_batch).fetchall()
+    normalized = sorted({dataset for dataset, checkpoint in trainings if _over_iteration(store, checkpoint)})
+    used = rows(db, _USED, {"counted": COUNTED, **in_batch, "normalized": normalized})
     trained = {row.pop("uri"): row for row in trained_on(db, [row.pop("uri") for row in used])}
     ((count,),) = db.sql("SELECT count(DISTINCT episode_id) FROM marked").fetchall()
     return Reach(count, used, trained, live_among(store, trained), db.sql(_ITERATIONS).fetchall())
+
+
+def _over_iteration(store: Store, uri: str) -> bool:
+    """Whether a checkpoint's training normalized its advantages over the iteration, or that is unknown."""
+    made = find_artifact(store, "checkpoint", uri.removeprefix("artifacts/checkpoint/"))
+    return made is None or made.manifest.config.get("rl", {}).get("algorithm", {}).get("advantage") in _OVER_ITERATION
 
 
 def _require_one(db: duckdb.DuckDBPyConnection, what: What, value: str) -> None:

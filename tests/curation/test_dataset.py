@@ -405,6 +405,8 @@ def test_a_member_left_out_for_its_length_still_counts_in_its_groups_mean(tmp_pa
         # the last episode broke its sandbox, so that it has no value
         ({"require": [{"component": "one", "at_most": 0.8}]}, [None, None, None, "unmet"]),
         ({"require": [{"component": "one", "at_least": 0.5, "at_most": 0.7}]}, ["unmet", None, "unmet", "unmet"]),
+        # 0.1 + 0.2 is the first float64 above 0.3, and (2.8 - 1) / 9 the last below 0.2
+        ({"require": [{"component": "three", "at_least": 0.2, "at_most": 0.3}]}, [None, None, "unmet", "unmet"]),
         ({"agree": [{"components": ["one", "two"], "within": 0.3}]}, [None, None, "disagreement", None]),
         ({"agree": [{"components": ["one"], "within": 0.1}]}, [None, "disagreement", None, None]),
         ({"min_policy_tokens": 3}, [None, None, None, "too_short"]),
@@ -417,6 +419,7 @@ def test_a_rule_leaves_out_what_it_says(rules: dict[str, Any], reasons: list[str
     rewards, tokens = (1.0, 0.7, 0.3, 0.0), ([5, 6, 7], [5, 6, 7], [5, 6, 7], [5, 6])
     values = {("one", 0): (0.8, 0.0), ("two", 0): (0.5, None), ("one", 1): (0.5, 0.2), ("two", 1): (0.6, None)}
     values |= {("one", 2): (0.2, 0.1), ("two", 2): (0.6, None)}
+    values |= {("three", 0): (0.1 + 0.2, None), ("three", 1): ((2.8 - 1) / 9, None), ("three", 2): (0.301, None)}
     names = [{"episode_id": f"e{number}", "group_id": "g"} for number in range(4)]
     rows: Rows = {
         "episodes": [
@@ -436,6 +439,14 @@ def test_a_rule_leaves_out_what_it_says(rules: dict[str, Any], reasons: list[str
     }
     _, members = select(rows, DatasetConfig.model_validate(rules), set(), tmp_path)
     assert members["reason"].to_pylist() == reasons
+
+
+def test_with_agree_a_member_without_a_reward_gives_its_group_no_variance(tmp_path: Path) -> None:
+    rows = two_groups() | {"ratings": []}
+    rows["rewards"][1]["reward"] = None  # a judge gave no answer; the hidden tests failed
+    for agree, reason in ([], None), ([{"components": ["one"], "within": 0.1}], "zero_variance"):
+        _, members = select(rows, DatasetConfig.model_validate({"agree": agree}), set(), tmp_path)
+        assert members["reason"].to_pylist()[:2] == [reason, "not_graded"]
 
 
 def test_groups_without_variance_give_an_empty_dataset_with_reasons(tmp_path: Path) -> None:

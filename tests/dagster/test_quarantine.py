@@ -17,14 +17,14 @@ from typing import Any
 import dagster as dg
 import pytest
 from dagster_world import World
-from test_recall import History, Walk, made_by, rule_of
+from test_recall import TRAININGS, History, Walk, made_by, rule_of
 from typer.testing import CliRunner
 
 from contracts.artifacts import Artifact, ArtifactRef, list_artifacts, open_artifact
 from contracts.digests import digest_of
 from contracts.errors import ArtifactMissing
 from contracts.store import Store, open_store
-from curation.dataset import COUNTED
+from curation.dataset import COUNTED, COUNTED_IN_BATCH
 from ops.quarantine.question import reach_of, reach_of_marks
 from resources.quarantine import MARKED, Lift, Mark, Quarantine
 from resources.refs import require_ref
@@ -67,10 +67,13 @@ def marked_in(walk: Walk, dataset: Artifact, marks: list[tuple[str, str]]) -> se
 def walked(walk: Walk, marks: list[tuple[str, str]]) -> tuple[Any, ...]:
     """Datasets, checkpoints with distances and experiments that questions concern, by reading everything."""
     datasets = {}
+    trained = [each.manifest for each in walk.of("checkpoint").values() if "dataset" in each.manifest.parents]
+    in_batch = {made.parents["dataset"].uri for made in trained if made.config["rl"] == TRAININGS[1]}
     for uri, each in walk.of("dataset").items():
+        reasons = {*COUNTED, *(COUNTED_IN_BATCH if uri in in_batch else ())}
         ids = marked_in(walk, each, marks)
         rows = [row for row in walk.rows(uri, "members") if row["episode_id"] in ids]
-        trains, counted = sum(row["kept"] for row in rows), sum(row["reason"] in COUNTED for row in rows)
+        trains, counted = sum(row["kept"] for row in rows), sum(row["reason"] in reasons for row in rows)
         if trains + counted:
             datasets[uri] = (each.ref.digest, trains, counted)
     distances = walk.distances(datasets)

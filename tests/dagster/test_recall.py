@@ -28,6 +28,7 @@ from ops.ledger.index import discard, rebuild, update, update_fault
 from ops.ledger.recall import recall
 from ops.ledger.segments import KIND, TABLES, Ledger, Segment, segments_of, widest
 from resources.errors import AlreadyLive, RegistryError
+from resources.experiment import parse_experiment
 from resources.refs import experiments_in, noted, unnote, write_ref
 from resources.registry import BasePolicy, Registry
 
@@ -36,6 +37,11 @@ pytestmark = pytest.mark.slow
 TOOLS = ("edit", "exec", "exec_long", "read_file")
 RULES = (0, 1, 10)
 """Versions of the grading code; one is the beginning of another."""
+TRAININGS = [
+    parse_experiment({"name": "one", "trainer": {"algorithm": {"kind": kind}}}).trainer.rl.model_dump(mode="json")
+    for kind in ("grpo", "reinforce_pp")
+]
+"""Settings of a checkpoint's training; only the second normalizes advantages over the iteration."""
 
 
 def commit(
@@ -138,7 +144,7 @@ class History:
         members = [
             {"episode_id": row["episode_id"], "kept": reason is None, "reason": reason}
             for row in rollouts.table("episodes.parquet").to_pylist()
-            for reason in (self.draw.choice((None, None, None, "zero_variance", "too_long")),)
+            for reason in (self.draw.choice((None, None, None, "zero_variance", "over_cap", "too_long")),)
         ]
         parents, table = {"rollouts": rollouts, "rewards": rewards}, table_of(MEMBERS, members)
         made = self._asset(experiment, "dataset", iteration, parents, {}, members=table)
@@ -184,7 +190,7 @@ class History:
         return made
 
     def _checkpoint(self, experiment: str, parents: dict[str, Artifact], asset: str, iteration: str | None) -> Artifact:
-        config = {"seed": self.draw.random()}
+        config = {"seed": self.draw.random(), "rl": self.draw.choice(TRAININGS)}
         made = commit(self.store, "checkpoint", parents, config)
         with ArtifactWriter(
             self.store, "trainer_state", made.ref.key, parents=made.manifest.parents, config=config, code_version="1"

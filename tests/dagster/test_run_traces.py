@@ -16,6 +16,7 @@ from ops.spans import run_span, trace_tag
 from resources.launcher import LocalLauncher
 from tests.dagster.launching import launch_in_an_op
 from tests.otlp import collecting, forget
+from triplane_dagster.executors import step_executor
 
 CHILD = "from contracts import tracing\nwith tracing.service('trainer'), tracing.span('train'): pass"
 
@@ -65,6 +66,11 @@ def job() -> None:
     yielding(failing_once())
 
 
+@dg.job(executor_def=step_executor())
+def repeated() -> None:
+    failing_once()
+
+
 def test_steps_and_their_retries_are_in_the_trace_of_their_run(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -86,6 +92,29 @@ def test_steps_and_their_retries_are_in_the_trace_of_their_run(
     assert not [record for record in caplog.records if record.name.startswith("opentelemetry")]
     forget(monkeypatch)
     assert trace_tag(run.run_id) == {}
+
+
+@dg.op
+@bounded
+def failing(context: dg.OpExecutionContext) -> None:
+    raise ValueError("the secret prompt")
+
+
+@dg.job(executor_def=step_executor())
+def refused() -> None:
+    failing()
+
+
+@pytest.mark.parametrize(("executed", "error"), [(refused, "StepFailed"), (repeated, None)])
+def test_the_span_of_a_run_is_marked_failed_if_a_step_failed_for_good(
+    executed: dg.JobDefinition, error: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retries, "FAULT_DELAY_S", 0.0)
+    with collecting(monkeypatch) as found, dg.instance_for_test() as instance:
+        run = dg.execute_job(dg.reconstructable(executed), instance=instance)
+        (span,) = found.named(f"run {executed.name}")
+        assert run.success == (error is None) == (span.status.code == 0)
+        assert found.attributes(span).get("error.type") == error
 
 
 def test_what_a_step_launches_is_in_its_trace(monkeypatch: pytest.MonkeyPatch) -> None:
