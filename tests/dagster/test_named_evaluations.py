@@ -188,6 +188,16 @@ def test_tasks_that_a_policy_was_trained_on_are_named(desk: Desk) -> None:
         assert desk.json("evaluate", clean[0], "--split", clean[1], "--samples", "1")["trained_on"] == []
 
 
+def test_settings_are_those_of_the_experiment_and_never_of_a_file_that_is_called_like_it(desk: Desk) -> None:
+    plan = desk.json("evaluate", "tiny/0001", "--dry-run")
+    file = desk.folder / "experiments" / "tiny.yaml"
+    text = file.read_text()
+    file.write_text(text.replace("name: tiny\n", "name: renamed\n").replace("max_turns: 2", "max_turns: 1"))
+    assert "restore its name, or write renamed" in desk.run("evaluate", "tiny/0001", "--dry-run", code=1)
+    file.with_name("elsewhere.yaml").write_text(text)
+    assert desk.json("evaluate", "tiny/0001", "--dry-run") == plan
+
+
 def test_results_are_found_by_lineage_and_recall(desk: Desk) -> None:
     row = desk.json("evaluate", "tiny/base", "--split", "train", "--samples", "1")
     found = trace(desk.store, row["evaluation"])
