@@ -147,7 +147,7 @@ def rows_of(store: Store, runs: Sequence[Artifact], definitions: Sequence[Evalua
     return [_row(run, definitions, trained[run.manifest.parents["policy"].digest]) for run in runs]
 
 
-def _row(run: Artifact, definitions: Iterable[Evaluation], trained: set[tuple[str, str]]) -> Row:
+def _row(run: Artifact, definitions: Iterable[Evaluation], trained: set[tuple[str, str | None]]) -> Row:
     manifest, rewards = run.manifest, run.table("rewards.parquet", ["task_id", "solved"])
     policy, config = manifest.parents["policy"], manifest.config
     temperature, samples = config["rollouts"]["temperature"], run_samples(run)
@@ -166,17 +166,17 @@ def _row(run: Artifact, definitions: Iterable[Evaluation], trained: set[tuple[st
         "measures": measures({} if greedy else samples, samples if greedy else {}, temperature),
         "costs": sampling_costs(run),
         "created_unix": manifest.created_unix,
-        **_contamination(run, trained),
+        **contamination(run, trained),
     }
 
 
-def _contamination(run: Artifact, trained: set[tuple[str, str]]) -> Row:
+def contamination(run: Artifact, trained: set[tuple[str, str | None]]) -> Row:
     """Which of a run's tasks are among those that the policy was trained on."""
     columns = run.table("episodes.parquet", ["task_id", "image_digest"]).to_pydict()
     played = set(zip(columns["task_id"], columns["image_digest"], strict=True))
     return {
         "tasks": len(played),
-        "trained_on": sorted(task for task, _ in played & trained),
+        "trained_on": sorted(task for task, files in played if not trained.isdisjoint({(task, files), (task, None)})),
         "trained_on_split": run.meta["split"] == Split.TRAIN,
     }
 

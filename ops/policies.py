@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from contracts.artifacts import Artifact, ArtifactRef, ArtifactWriter, list_artifacts, open_artifact
-from contracts.chat import ChatTokenizer
+from contracts.chat import ChatTokenizer, ToolCallText
 from contracts.digests import action_key
 from contracts.errors import ConfigError
 from contracts.store import Store
@@ -23,8 +23,11 @@ from resources.refs import experiments_in, require_ref
 from resources.registry import Registry
 
 OUTSIDE_VERSION = "1"
+LATEST = ("live", "base")
+"""Names of policies of an experiment that are no iterations."""
 _SAMPLE = "def gr\u00f6\u00dfe(values: list[int]) -> int:\n    return sum(values) // 12345  # <tests/test_a.py>\n"
-"""Text by whose number of tokens another tokenizer is found out."""
+"""Text by whose tokens another tokenizer is found out."""
+_CALL = ToolCallText("edit", {"path": "a.py"})
 
 
 def stored_policy(store: Store, experiment: str, name: str) -> ArtifactRef:
@@ -38,7 +41,7 @@ def stored_policy(store: Store, experiment: str, name: str) -> ArtifactRef:
         raise RegistryError(f"policy {name!r}: {store.url} has no experiment {of!r}; choose one of {known}")
     if slash and iteration_number(which) is not None:
         return require_ref(store, of, "checkpoint", which)
-    if which not in ("live", "base"):
+    if which not in LATEST:
         if slash:
             raise RegistryError(f"policy {name!r}: write {of}/live, {of}/base or an iteration such as {of}/0003")
         return find_checkpoint(store, which)
@@ -94,14 +97,15 @@ async def _outside_policy(store: Store, server: OpenAIConfig, model: str | None,
     own = publish_tokenizer(tokenizer, store)
     named = model or (server.model if ours else version)
     async with connected(server, named) as engine:
-        here, there = (
-            len(ChatTokenizer.from_directory(own.directory()).encode_text(_SAMPLE)),
-            await engine.count(_SAMPLE),
-        )
-    if here != there:
+        chat = ChatTokenizer.from_directory(own.directory())
+        ids = chat.encode_text(_SAMPLE)
+        if not ours:  # which reads no markup in a text
+            ids = chat.prompt([("user", _SAMPLE)]) + chat.policy_turn([_CALL]) + chat.environment_turn(["ok"])
+        there = await engine.tokens_of(chat.decode(ids))
+    if there != (ids if isinstance(there, list) else len(ids)):
         raise ConfigError(
-            f"the tokenizer in {tokenizer} is not that of {version[:24]!r} at {server.base_url}: it makes {here} tokens"
-            f" of a text of which the server makes {there}; name the folder of the model that is served"
+            f"the tokenizer in {tokenizer} is not that of {version[:24]!r} at {server.base_url}: they make other"
+            " tokens of the same text; name the folder of the model that is served"
         )
     policy = {"model": named, "version": version, "pinned": ours}
     key = action_key(OUTSIDE_POLICY, {"tokenizer": own.ref.digest}, policy, OUTSIDE_VERSION)

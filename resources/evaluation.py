@@ -124,7 +124,7 @@ class Evaluation(Section):
             rollouts=experiment.rollouts,
             engine=experiment.evaluation_engine,
             sandboxes=experiment.sandboxes,
-            spaced=False if experiment.imported and not experiment.spaced else None,
+            spaced=experiment.spaced if experiment.imported else None,
             max_ungraded=experiment.rewards.max_ungraded,
         )
 

@@ -60,7 +60,7 @@ class CompletionRequest(_Sampling):
     stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=64)
     """Tokens that end the completion and stay in it."""
     return_token_ids: bool = False
-    """Also return `token_ids` and `policy_spans`."""
+    """Also return `token_ids` and `policy_spans` and, unless streamed, `prompt_token_ids` of a text."""
     policy_version: str | None = None
     """Return 409 unless this version is served."""
 

@@ -138,6 +138,8 @@ class Application:
         text = tokenizer.decode(made.token_ids) if tokenizer else ""
         choice = completion_choice(body, text, made.token_ids, made.logprobs, made.spans)
         choice["finish_reason"] = made.finish_reason
+        if body.return_token_ids and isinstance(body.prompt, str):
+            choice["prompt_token_ids"] = prompt
         return self._envelope("text_completion", choice, len(prompt), len(made.token_ids))
 
     async def _chat(self, body: ChatRequest, pin: str | None) -> _Reply:

@@ -15,16 +15,16 @@ WITH RECURSIVE made AS (
     SELECT uri FROM artifacts WHERE digest = $policy AND kind = 'checkpoint' UNION
     SELECT parent FROM edges JOIN made ON child = uri
     WHERE uri LIKE 'artifacts/checkpoint/%'
-        AND (parent LIKE 'artifacts/checkpoint/%' OR parent LIKE 'artifacts/dataset/%')
+        AND regexp_matches(parent, '^artifacts/(checkpoint|dataset|accepted_episodes|chats)/')
 )
 SELECT DISTINCT task_id, image_digest FROM members m JOIN episodes USING (episode_id)
 WHERE kept AND m.home IN (SELECT uri FROM made)
 """
 
 
-def trained_tasks(store: Store, policies: Iterable[ArtifactRef]) -> dict[str, set[tuple[str, str]]]:
+def trained_tasks(store: Store, policies: Iterable[ArtifactRef]) -> dict[str, set[tuple[str, str | None]]]:
     """By digest of the policy, (task id, digest of the files that it starts from) of every task with an episode that
-    trained it, or a policy of equal weights.
+    trained it, or a policy of equal weights. Rows of files of chats name a task without files: None.
 
     Demonstrations of a warm start are not among them. Updates the ledger first.
     """

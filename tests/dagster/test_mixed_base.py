@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import dagster as dg
+import pyarrow as pa
 import pytest
 import torch
 
@@ -21,6 +22,8 @@ from curation.errors import MixtureError
 from curation.tasks.suite import TaskSuiteConfig, generate_tasks
 from ops.graph import BASE_POLICY, MIXED_BASE, graph_of, spec_behind
 from ops.ledger.recall import recall
+from ops.ledger.trained import trained_tasks
+from ops.named_evaluations import contamination
 from ops.quarantine.question import reach_of
 from ops.quarantine.retrain import plan_retraining
 from resources.errors import RegistryError
@@ -156,6 +159,16 @@ def test_an_imported_model_is_trained_on_accepted_episodes_and_a_file(world: Wor
     assert kinds == [("dataset", True, None), ("accepted_episodes", True, None)]
     uses = trace(world.store, solved).uses
     assert [node.ref for node in uses[1].checkpoints] == [made.ref]
+
+    # an evaluation on these tasks is contaminated
+    trained = trained_tasks(world.store, [made.ref])[made.ref.digest]
+    files = world.history.solved.files_digest
+    assert {("add-0001", files), ("three", None)} <= trained
+    columns = {"task_id": ["add-0001", "three", "add-0001", "five"], "image_digest": [files, files, "0" * 64, files]}
+    with ArtifactWriter(world.store, "evaluation_run", "6" * 64, parents={}, config={}, code_version="1") as out:
+        out.add_table("episodes.parquet", pa.table(columns))
+        run = out.commit(meta={"split": "held_out"})
+    assert contamination(run, trained)["trained_on"] == ["add-0001", "three"]
 
 
 def test_the_key_follows_content_weights_and_settings_but_not_places(world: World) -> None:

@@ -25,13 +25,16 @@ from typer.testing import CliRunner
 from contracts.artifacts import Artifact, list_artifacts, open_artifact
 from contracts.failpoints import KILL_VARIABLE
 from contracts.store import Store, open_store
+from contracts.tasks import Split
 from contracts.yaml_text import load_yaml
 from inference.rollouts import ledger
 from inference.rollouts.ledger import read_ledger
 from ops.ledger.recall import recall
+from ops.named_evaluations import reading_of
+from ops.readings import gate_reading
 from resources.evaluation import Evaluation, load_evaluation
-from resources.experiment import load_experiment
-from resources.refs import require_ref
+from resources.experiment import load_experiment, parse_experiment
+from resources.refs import require_ref, write_ref
 from tests.ports import free_port
 from triplane_dagster.assembly import definitions_for
 from triplane_dagster.cli.app import app
@@ -158,9 +161,10 @@ def test_named_evaluation_repeats_its_settings_after_the_experiment_has_changed(
     assert (name["name"], name["split"], name["samples"]) == ("gate2", "gate", 2)
     listed = desk.json("evaluations", "list", "--name", "gate2")
     assert [row["key"] for row in listed] == [later["key"], base["key"]]
-    assert [row["key"] for row in desk.json("evaluations", "list", "--name", "gate2", "--policy", "tiny/base")] == [
-        base["key"]
-    ]
+    write_ref(desk.store, "quickstart", "base_policy", None, require_ref(desk.store, "tiny", "base_policy"))
+    for policy in ("tiny/base", "base", "live"):
+        (row,) = desk.json("evaluations", "list", "--name", "gate2", "--policy", policy)
+        assert row["key"] == base["key"]
     first, second = desk.json("evaluations", "compare", base["evaluation"], later["evaluation"][:12])
     assert first["difference"] is None and second["difference"]["n"] == 4
     rates = [row["pass_rate"]["rate"] for row in (first, second)]
@@ -187,6 +191,28 @@ def test_tasks_that_a_policy_was_trained_on_are_named(desk: Desk) -> None:
     assert f"contaminated: policy {row['policy'][:12]} was trained on {len(trained)} of these 24 tasks" in said
     for clean in (("tiny/base", "train"), ("tiny/0001", "held_out")):
         assert desk.json("evaluate", clean[0], "--split", clean[1], "--samples", "1")["trained_on"] == []
+
+
+def test_settings_are_those_of_the_experiment_and_never_of_a_file_that_is_called_like_it(desk: Desk) -> None:
+    plan = desk.json("evaluate", "tiny/0001", "--dry-run")
+    file = desk.folder / "experiments" / "tiny.yaml"
+    text = file.read_text()
+    file.write_text(text.replace("name: tiny\n", "name: renamed\n").replace("max_turns: 2", "max_turns: 1"))
+    assert "restore its name, or write renamed" in desk.run("evaluate", "tiny/0001", "--dry-run", code=1)
+    file.with_name("elsewhere.yaml").write_text(text)
+    assert desk.json("evaluate", "tiny/0001", "--dry-run") == plan
+
+
+@pytest.mark.parametrize("spaced", [True, False])
+def test_policy_of_an_imported_model_is_measured_in_the_layout_of_its_iterations(spaced: bool) -> None:
+    values = load_yaml(TINY.read_text())
+    sft = {**values["base"], "start": {"path": "/models/tiny", "spaced": spaced}}
+    sft.pop("model")
+    experiment = parse_experiment({**values, "base": sft})
+    evaluation = Evaluation.of(experiment, "gate", "0" * 64, Split.GATE, None, greedy=False)
+    for template in (True, False):
+        settings = evaluation.settings(spaced=template, imported=True)
+        assert reading_of(evaluation).slice(settings) == gate_reading(experiment).slice(experiment)
 
 
 def test_results_are_found_by_lineage_and_recall(desk: Desk) -> None:

@@ -9,12 +9,13 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
+from tokenizers import Tokenizer
 
 from contracts.artifacts import Artifact
-from contracts.chat import ChatTokenizer
+from contracts.chat import TURN_END, TURN_START
 from contracts.errors import ConfigError
 from contracts.store import open_store
 from curation.tasks.suite import TaskSuiteConfig
@@ -31,8 +32,10 @@ SERVED = "/checkpoints/served"
 
 class _Server(BaseHTTPRequestHandler):
     """What `vllm serve /checkpoints/served --served-model-name policy` says of itself, and completions of one token
-    that depends on the seed alone.
+    that depends on the seed alone. Texts have a token per character, unless it has a tokenizer.
     """
+
+    tokenizer: ClassVar[Tokenizer | None] = None
 
     def do_GET(self) -> None:
         card = {"id": "policy", "object": "model", "owned_by": "vllm", "root": SERVED, "parent": None}
@@ -41,7 +44,13 @@ class _Server(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         token = body.get("seed", 0) % 65_537
-        choice = {"token_ids": [token], "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "length"}
+        choice: dict[str, Any] = {
+            "token_ids": [token],
+            "logprobs": {"token_logprobs": [-1.0]},
+            "finish_reason": "length",
+        }
+        if self.tokenizer is not None and isinstance(body["prompt"], str):
+            choice["prompt_token_ids"] = self.tokenizer.encode(body["prompt"], add_special_tokens=False).ids
         self._reply({"model": body["model"], "choices": [choice], "usage": {"prompt_tokens": len(body["prompt"])}})
 
     def _reply(self, reply: dict[str, Any]) -> None:
@@ -99,13 +108,16 @@ def outside(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ar
         policies.outside_policy(store, server, "other", tokenizer)
     with pytest.raises(ConfigError, match=f"the tokenizer in {tokenizer} is not that of 'policy'"):
         policies.outside_policy(store, server, None, tokenizer)  # the server counts characters
-    text = policies._SAMPLE
-    monkeypatch.setattr(policies, "_SAMPLE", next(text[:n] for n in range(1, 99) if _tokens(tokenizer, text[:n]) == n))
+    own = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
+    first, last = (own.token_to_id(token) for token in (TURN_START, TURN_END))
+    text = own.to_str().replace(TURN_START, "<|swap|>").replace(TURN_END, TURN_START).replace("<|swap|>", TURN_END)
+    swapped = Tokenizer.from_str(text)
+    assert (swapped.token_to_id(TURN_END), swapped.token_to_id(TURN_START)) == (first, last)
+    monkeypatch.setattr(_Server, "tokenizer", swapped)
+    with pytest.raises(ConfigError, match=f"the tokenizer in {tokenizer} is not that of 'policy'"):
+        policies.outside_policy(store, server, None, tokenizer)  # as many tokens, other ids of markup
+    monkeypatch.setattr(_Server, "tokenizer", own)
     return policies.outside_policy(store, server, None, tokenizer)
-
-
-def _tokens(tokenizer: Path, text: str) -> int:
-    return len(ChatTokenizer.from_directory(tokenizer).encode_text(text))
 
 
 async def test_tokens_of_an_outside_policy_have_its_digest(address: str, outside: Artifact) -> None:

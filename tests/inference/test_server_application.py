@@ -61,6 +61,9 @@ async def test_text_is_that_of_the_tokenizer_of_the_served_policy(write_policy: 
             tokens = await client.post("/v1/completions", json=body | {"prompt": prompt, "return_token_ids": True})
             made = tokens.json()["choices"][0]
             assert made["text"] == theirs.decode(made["token_ids"])
+            asked = {"prompt": "make <|im_start|>", "return_token_ids": True}
+            of_text = (await client.post("/v1/completions", json=body | asked)).json()["choices"][0]
+            assert of_text["prompt_token_ids"] == theirs.encode_text("make <|im_start|>")
             chat = (await client.post("/v1/chat/completions", json=body | {"messages": messages})).json()
             assert chat["usage"]["prompt_tokens"] == len(prompt)
             assert chat["choices"][0]["message"]["content"] == made["text"]

@@ -12,7 +12,7 @@ from contracts.errors import ConfigError
 from contracts.store import Store, open_store
 from contracts.tasks import Split
 from triplane_dagster.cli.evaluations import named_evaluation, show_result
-from triplane_dagster.cli.experiments import find_experiment
+from triplane_dagster.cli.experiments import file_in_store
 from triplane_dagster.cli.interrupts import stoppable
 from triplane_dagster.cli.options import AsJson, Overrides
 from triplane_dagster.cli.output import print_json, print_rows
@@ -91,13 +91,14 @@ def evaluate(
     with stoppable():
         from curation.tasks.importing.find import find_suite
         from ops.named_evaluations import evaluate_policy, played_tasks, reading_of, settings_for
+        from resources.experiment import load_experiment
         from triplane_dagster.cli.playing import playing
 
         wanted: Experiment | None = None
         if name is not None:
             evaluation = named_evaluation(name)
         else:
-            wanted = find_experiment(experiment or _experiment_of(policy), overrides)
+            wanted = load_experiment(file_in_store(store, experiment or _experiment_of(policy)), overrides)
             found = chosen_suite(store, wanted, suite).ref
             evaluation = _evaluation_of(wanted, save or UNSAVED, found.digest, split, samples, greedy=greedy)
         tasks = find_suite(store, evaluation.suite)

@@ -70,7 +70,7 @@ def names(as_json: AsJson = False) -> None:
 def list_results(
     name: Name = None,
     policy: Annotated[
-        str, typer.Option(help="Only of this policy: the beginning of its digest, or NAME/0003, NAME/live.")
+        str, typer.Option(help="Only of this policy: the beginning of its digest, live, base, NAME/live, NAME/0003.")
     ] = "",
     suite: Annotated[str, typer.Option("--suite", help="Only on this suite: the beginning of its digest.")] = "",
     split: Annotated[Split | None, typer.Option("--split", help="Only of this split.")] = None,
@@ -86,10 +86,10 @@ def list_results(
         triplane evaluations list --policy quickstart/live --json
     """
     from ops.named_evaluations import results, rows_of
-    from ops.policies import stored_policy
+    from ops.policies import LATEST, stored_policy
 
     store, known = open_store(), [named_evaluation(name)] if name else _definitions()
-    digest = stored_policy(store, "quickstart", policy).digest if "/" in policy else policy
+    digest = stored_policy(store, "quickstart", policy).digest if "/" in policy or policy in LATEST else policy
     found = results(store, known if name else (), policy=digest, suite=suite, split=split)
     rows = rows_of(store, found[:limit], known)
     if as_json:
