@@ -33,7 +33,7 @@ from curation.mixture.rows import ROWS, write_rows
 
 CHATS = "chats"
 """Kind of the artifact."""
-CHATS_VERSION = "1"
+CHATS_VERSION = "2"
 _AT_ONCE = 256
 _KEYS = frozenset({"role", "content", "tool_calls", "tool_call_id", "name", "weight"})
 """Keys of a message; others may be null only, since leaving out what they say would change the message."""

@@ -204,6 +204,24 @@ def test_rows_of_one_task_are_never_in_both_files(store: Store, tmp_path: Path) 
     assert (len(train), len(held)) == (360, 40) and not set(train) & set(held)
 
 
+@pytest.mark.parametrize(
+    ("tasks", "held"),
+    [
+        ({"easy": 500, "hard3": 1}, {"hard3"}),
+        ({"easy": 300, "hard1": 30, "hard2": 70}, {"hard1"}),
+        ({"a": 20, "b": 19}, {"b"}),  # neither is a tenth
+        ({"only": 20}, {"only"}),  # trained too
+    ],
+)
+def test_a_task_with_most_rows_of_a_source_is_trained(
+    tasks: dict[str, int], held: set[str], store: Store, tmp_path: Path
+) -> None:
+    rows = [said(DONE, task_id=name) for name, count in tasks.items() for _ in range(count)]
+    made = built(store, lines(tmp_path / "own.jsonl", *rows))
+    train, validation = (set(made.table(f"{name}.parquet")["task_id"].to_pylist()) for name in ("train", "validation"))
+    assert validation == held and train == (set(tasks) - held or held)
+
+
 def test_parquet_of_chats_is_read_unless_it_merges_arguments(store: Store, tmp_path: Path) -> None:
     turn = CALLS | {"content": ""}
     rows = [said(turn, task_id=str(number)) for number in range(3)]
