@@ -124,7 +124,7 @@ class Sources:
     def _graded(self, source: EpisodesSource, work: Work) -> Iterator[Graded]:
         """The episodes of each iteration. Raises MixtureError if a policy of another tokenizer sampled them."""
         own = _tokenizer_digest(open_artifact(self._store, self._tokenizer))
-        for iteration in source.iterations:
+        for iteration in sorted(source.iterations):  # the key is the same in every order
             place = f"{source.experiment}/{iteration}"
             rollouts, rewards = (
                 open_artifact(self._store, work.parents[f"{name} {iteration}"]) for name in ("rollouts", "rewards")

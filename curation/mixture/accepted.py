@@ -24,7 +24,7 @@ from curation.mixture.rows import ROWS, write_rows
 
 ACCEPTED = "accepted_episodes"
 """Kind of the artifact."""
-ACCEPTED_VERSION = "1"
+ACCEPTED_VERSION = "2"
 REASONS = ("quarantined", "not_graded", "cheated", "not_solved", "not_ended", "untrained", "surplus", "reserved")
 """Reasons to leave an episode out; if several apply, the first in this order is recorded. None is one of a dataset's
 `curation.dataset.COUNTED`: an episode that is left out here shapes nothing.

@@ -33,10 +33,11 @@ from curation.mixture.rows import ROWS, write_rows
 
 CHATS = "chats"
 """Kind of the artifact."""
-CHATS_VERSION = "1"
+CHATS_VERSION = "2"
 _AT_ONCE = 256
 _KEYS = frozenset({"role", "content", "tool_calls", "tool_call_id", "name", "weight"})
 """Keys of a message; others may be null only, since leaving out what they say would change the message."""
+_EPISODE = re.compile("[0-9a-f]{32}")
 _MERGED = re.compile(r"\b(arguments|parameters): struct<")
 _VIEWS = ("task", "policy", "environment")
 """Roles of the messages of an export, in the order of TokenRole."""
@@ -207,10 +208,14 @@ def _exported(row: Mapping[str, Any], place: str, tokenizer: ChatTokenizer) -> E
             f"{place} has tokens whose text differs from its messages: they are of another tokenizer than the base"
             " policy's"
         )
+    episode = _text(row, "episode", place)
+    if episode is not None and not _EPISODE.fullmatch(episode):
+        raise MixtureError(f"{place}: episode is {episode!r:.60}: write the 32 digits of an export, or leave it out")
     prompts = user_messages(views[0][1])
     calls = row.get("tool_calls")
-    tools = [str(each.get("name")) for each in calls if isinstance(each, dict)] if isinstance(calls, list) else []
-    return Encoded(ids, roles, prompts, tools, _text(row, "task", place), _text(row, "episode", place))
+    named = [str(each.get("name")) for each in calls if isinstance(each, dict)] if isinstance(calls, list) else []
+    tools = [_encodable(name, f"{place}: tool_calls") for name in named]
+    return Encoded(ids, roles, prompts, tools, _text(row, "task", place), episode)
 
 
 def _only(found: object) -> object:
@@ -221,7 +226,15 @@ def _text(row: Mapping[str, Any], key: str, place: str) -> str | None:
     value = row.get(key)
     if value is not None and not isinstance(value, str):
         raise MixtureError(f"{place}: {key} is {value!r:.60}: write a text, or leave it out")
-    return value
+    return value and _encodable(value, f"{place}: {key}")
+
+
+def _encodable(text: str, place: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise MixtureError(f"{place} has a lone surrogate, which no text can hold: correct the escape") from None
+    return text
 
 
 def encode_chat(row: Mapping[str, Any], place: str, tokenizer: ChatTokenizer) -> Encoded:
@@ -276,14 +289,16 @@ def _with_tools(leading: list[tuple[str, str]], tools: object, place: str) -> li
         return leading
     if not isinstance(tools, list) or not all(isinstance(each, dict) and "function" in each for each in tools):
         raise MixtureError(f"{place}: tools is no list of OpenAI's function tools: write them so, or leave it out")
-    told = tools_text(tools)
+    told = _encodable(tools_text(tools), f"{place}: tools")
     if leading[0][0] == "system":
         return [("system", f"{leading[0][1]}\n\n{told}"), *leading[1:]]
     return [("system", told), *leading]
 
 
 def _replies(turn: _Message, following: Sequence[_Message]) -> list[tuple[str, str]]:
-    """(role, content) of the messages between two turns; results of tools in the order of their calls."""
+    """(role, content) of the messages between two turns; results of tools in the order of their calls, which is that of
+    the messages if one has no id.
+    """
     if not turn.calls:
         for each in following:
             if each.role == "tool":
@@ -297,10 +312,13 @@ def _replies(turn: _Message, following: Sequence[_Message]) -> list[tuple[str, s
         )
     named = {each.answers: each for each in following}
     if None not in named and None not in turn.ids:
+        twice = next((each for each in turn.ids if turn.ids.count(each) > 1), None)
+        if twice is not None:
+            raise turn.error(f"has two calls with the id {twice!r:.60}: give each its own, or leave the ids out")
         missing = [each for each in turn.ids if each not in named]
         if missing:
             raise following[0].error(
-                f"and those after it have no tool_call_id {missing[0]}: name the calls that they answer"
+                f"and those after it have no tool_call_id {missing[0]!r:.60}: name the calls that they answer"
             )
         following = [named[each] for each in turn.ids]
     return [("tool", each.content) for each in following]
@@ -315,7 +333,7 @@ class _Message:
             raise self.error("is no object with role and content")
         other = sorted(key for key, value in values.items() if key not in _KEYS and value is not None)
         if other:
-            raise self.error(f"has the key {other[0]}, which is not read: remove it, or write it into content")
+            raise self.error(f"has the key {other[0]!r}, which is not read: remove it, or write it into content")
         self.role = str(values.get("role"))
         if self.role not in ("system", "user", "assistant", "tool"):
             raise self.error(f"has the role {self.role!r}: use system, user, assistant or tool")
@@ -344,28 +362,21 @@ class _Message:
     def _id(self, value: object, key: str) -> str | None:
         if value is not None and not isinstance(value, str):
             raise self.error(f"has the {key} {value!r:.60}: write a text, or leave it out")
-        return value
+        return _encodable(value, self._place) if value else None
 
     def _content(self, value: object) -> str:
         if isinstance(value, list) and all(isinstance(each, dict) and each.get("type") == "text" for each in value):
             value = "".join(str(each.get("text", "")) for each in value)
         if value is not None and not isinstance(value, str):
             raise self.error(f"has the content {value!r:.60}: only text is read")
-        return self._encodable(value or "")
-
-    def _encodable(self, text: str) -> str:
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise self.error("has a lone surrogate, which no text can hold: correct the escape") from None
-        return text
+        return _encodable(value or "", self._place)
 
     def _call(self, value: object) -> ToolCallText:
         function = value.get("function") if isinstance(value, dict) else None
         name = function.get("name") if isinstance(function, dict) else None
         if not isinstance(function, dict) or not isinstance(name, str):
             raise self.error('has a call that is not {"type": "function", "function": {"name": ..., "arguments": ...}}')
-        arguments = function.get("arguments")
+        name, arguments = _encodable(name, self._place), function.get("arguments")
         try:
             if isinstance(arguments, str):
                 arguments = json.loads(arguments)
@@ -374,4 +385,4 @@ class _Message:
             arguments = None
         if not isinstance(arguments, dict):
             raise self.error(f"calls {name} with arguments that are no JSON object")
-        return ToolCallText(self._encodable(name), arguments)
+        return ToolCallText(name, arguments)

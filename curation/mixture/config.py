@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 
 class _Source(BaseModel):
@@ -54,6 +54,14 @@ class EpisodesSource(_Foreign):
     """Keys of its iterations, such as "0003", which must be graded."""
     per_task: int | None = Field(default=None, ge=1)
     """Accepted episodes of one task, at most; null: all."""
+
+    @field_validator("iterations")
+    @classmethod
+    def _are_distinct(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        twice = next((each for each in value if value.count(each) > 1), None)
+        if twice is not None:
+            raise ValueError(f"{twice} is named twice, which would train its episodes twice: name it once")
+        return value
 
 
 class ChatsSource(_Foreign):

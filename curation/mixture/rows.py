@@ -23,7 +23,7 @@ ROWS = pa.schema(
 )
 """One row per sequence. clean: always true, since every row is to be imitated. task_id: null if the source has none."""
 HELD_OUT = 64
-"""Rows for validation, about, but at most about a tenth."""
+"""Rows for validation, at most, and at most a tenth, unless each task has more."""
 _TRAIN, _VALIDATION, _ALL = "train.parquet", "validation.parquet", "all.parquet"
 
 
@@ -31,8 +31,8 @@ def write_rows(out: ArtifactWriter, tables: Iterable[tuple[pa.Table, Sequence[st
     """Stage train.parquet and validation.parquet. tables: ROWS, a few at a time, with the text that tells the task of
     each row. Returns the numbers of rows; both files have one unless there are none at all.
 
-    The rows of a task are in one of the files: validation has the tasks whose digests come first. A source of one task
-    has the same rows in both.
+    The rows of a task are in one of the files: validation has the first tasks, by digest, that fit into `HELD_OUT` and
+    a tenth of the rows, or the smallest task if none does. A source of one task has the same rows in both.
     """
     whole, keys = out.directory / _ALL, list[str]()
     with pq.ParquetWriter(whole, ROWS, compression="zstd") as file:
@@ -56,11 +56,10 @@ def write_rows(out: ArtifactWriter, tables: Iterable[tuple[pa.Table, Sequence[st
 
 def _held(keys: Sequence[str]) -> list[str]:
     """Keys of the tasks for validation, but never of all tasks if there are several."""
-    counts, found, rows = Counter(keys), list[str](), 0
-    wanted = min(HELD_OUT, max(1, len(keys) // 10))
-    for key in sorted(counts)[: max(1, len(counts) - 1)]:
-        if rows >= wanted:
-            break
-        found.append(key)
-        rows += counts[key]
-    return found
+    counts, found = Counter(keys), list[str]()
+    room = min(HELD_OUT, max(1, len(keys) // 10))
+    for key in sorted(counts):
+        if counts[key] <= room:
+            found.append(key)
+            room -= counts[key]
+    return found or sorted(counts, key=lambda key: (counts[key], key))[:1]

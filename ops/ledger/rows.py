@@ -89,7 +89,10 @@ def _tables(artifact: Artifact) -> list[str]:
 
 
 def _view(db: duckdb.DuckDBPyConnection, name: str, artifacts: Sequence[Artifact]) -> None:
-    """View of one file of each artifact, with `home`, `number` (of the artifact) and `row`."""
+    """View of one file of each artifact, with `home`, `number` (of the artifact) and `row`.
+
+    Rows whose episode id is not hexadecimal are left out: no question finds them, and one would fail all updates.
+    """
     files = [str(each.path(f"{name}.parquet")) for each in artifacts]
     homes = [each.uri for each in artifacts]
     db.register(f"homes_of_{name}", pa.table([files, homes, range(len(files))], schema=_HOMES))
@@ -97,7 +100,7 @@ def _view(db: duckdb.DuckDBPyConnection, name: str, artifacts: Sequence[Artifact
     db.read_parquet(files, file_row_number=True, filename=True, union_by_name=True).create_view(f"files_of_{name}")
     db.execute(
         f"CREATE VIEW {name} AS SELECT f.*, file_row_number AS row, home, number"
-        f" FROM files_of_{name} f JOIN homes_of_{name} ON file = filename"
+        f" FROM files_of_{name} f JOIN homes_of_{name} ON file = filename WHERE try(unhex(episode_id)) IS NOT NULL"
     )
 
 

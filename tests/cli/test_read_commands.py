@@ -17,9 +17,11 @@ from cli_history import EXPERIMENT, History, Run, write_history
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contracts.artifacts import Artifact
+from contracts.artifacts import Artifact, ArtifactWriter
+from contracts.episodes import EPISODES
 from contracts.store import open_store
-from resources.refs import write_ref
+from curation.mixture.accepted import MEMBERS
+from resources.refs import note, write_ref
 from tests.report.report_world import commit, write_world
 from triplane_dagster import cli
 from triplane_dagster.cli.history import json_of, summary
@@ -205,6 +207,24 @@ def test_every_error_is_one_line_that_names_the_thing(here: Run, arguments: list
 
 def test_a_wrong_option_exits_2(here: Run) -> None:
     assert here("status", "--nosuch").returncode == 2
+
+
+def test_recall_reads_a_store_whose_files_of_chats_have_the_task_of_a_rollout_and_a_bad_id(
+    here: Run, tmp_path: Path
+) -> None:
+    store = open_store(str(tmp_path / "store"))
+    history = write_history(store)
+    rows = [{"episode_id": name, "task_id": "add-0001", "tool_calls": [{"name": "edit"}]} for name in ("1" * 32, "x-7")]
+    members = [{"episode_id": row["episode_id"], "kept": True} for row in rows]
+    with ArtifactWriter(store, "chats", "1" * 64, parents={}, config={}, code_version="1") as out:
+        out.add_table("episodes.parquet", pa.Table.from_pylist(rows, schema=EPISODES))
+        out.add_table("members.parquet", pa.Table.from_pylist(members, schema=MEMBERS))
+        note(store, out.commit().ref)
+    for command in (["store", "reindex"], ["recall", "--task", "add-0001"], ["recall", "--tool", "edit"]):
+        done = here("--store", store.url, *command)
+        assert done.returncode == 0, done.stderr
+    assert "5 episodes with the tool edit" in done.stdout and history.digest("base")[:12] in done.stdout
+    assert here("--store", store.url, "recall", "--episode", "1" * 32).returncode == 0
 
 
 @given(st.text())

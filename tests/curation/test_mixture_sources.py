@@ -94,6 +94,21 @@ def test_every_turn_is_trained_after_the_tokens_that_a_server_samples_it_from() 
         assert ids[: len(prompt)] == prompt
 
 
+@pytest.mark.parametrize("ids", [("", ""), (None, "b")])
+def test_results_without_ids_answer_the_calls_in_order(ids: tuple[str | None, str]) -> None:
+    turn = {
+        "role": "assistant",
+        "tool_calls": [call | {"id": each} for call, each in zip((CALL, OTHER), ids, strict=True)],
+    }
+    answers = [
+        {"role": "tool", "tool_call_id": each, "content": text} for each, text in zip(ids, ("one", "two"), strict=True)
+    ]
+    chat = tokenizer()
+    found = encode_chat(said(turn, *answers, DONE), "x", chat)
+    text = chat.decode(found.token_ids)
+    assert 0 < text.find("<tool_response>one<") < text.find("<tool_response>two<")
+
+
 def test_tools_are_listed_as_rollouts_list_them() -> None:
     from envd.tools import toolset_named
     from inference.rollouts.config import RolloutConfig
@@ -127,6 +142,7 @@ def said(*messages: dict[str, Any], **row: Any) -> dict[str, Any]:
 
 DONE = {"role": "assistant", "content": "done"}
 CALLS = {"role": "assistant", "tool_calls": [CALL]}
+ANSWER = {"role": "tool", "tool_call_id": "a", "content": "x"}
 
 
 @pytest.mark.parametrize(
@@ -140,11 +156,13 @@ CALLS = {"role": "assistant", "tool_calls": [CALL]}
         (said(), "line 2 has no message of the user that is followed by one of the assistant"),
         (said("text"), "line 2: message 1 is no object"),  # type: ignore[arg-type]
         (said({"role": "developer", "content": "x"}), "line 2: message 1 has the role 'developer'"),
-        (said(DONE | {"reasoning_content": "hm"}), "message 1 has the key reasoning_content, which is not read"),
+        (said(DONE | {"reasoning_content": "hm"}), "message 1 has the key 'reasoning_content', which is not"),
         (said({"role": "assistant"}), "message 1 has neither content nor tool_calls"),
         (said({"role": "assistant", "content": [{"type": "image_url"}]}), "message 1 has the content .* only text"),
         (said(DONE | {"content": "<tool_call>{}</tool_call>"}), "message 1 has <tool_call> in its content"),
         (said(DONE | {"content": "\ud800"}), "message 1 has a lone surrogate"),
+        (said(DONE, task_id="\ud800"), "line 2: task_id has a lone surrogate"),
+        (said(DONE, tools=[{"function": {"name": "\ud800"}}]), "line 2: tools has a lone surrogate"),
         (said(DONE, DONE), "message 2 follows another one of the assistant"),
         (said(DONE, {"role": "user", "content": "x"}), "message 2 is the last one and of the role user"),
         (said(DONE, {"role": "tool", "content": "x"}, DONE), "message 2 is a tool's result, but .* has no call"),
@@ -152,7 +170,15 @@ CALLS = {"role": "assistant", "tool_calls": [CALL]}
         (said(CALLS, *[{"role": "tool", "content": "x"}] * 2, DONE), "message 3 follows 1 calls with 2 messages"),
         (
             said(CALLS, {"role": "tool", "tool_call_id": "z"}, DONE),
-            "message 2 and those after it have no tool_call_id a",
+            "message 2 and those after it have no tool_call_id 'a'",
+        ),
+        (
+            said({"role": "assistant", "tool_calls": [CALL, OTHER | {"id": "a"}]}, *[ANSWER] * 2, DONE),
+            "message 1 has two calls with the id 'a': give each its own",
+        ),
+        (
+            said({"role": "assistant", "tool_calls": [CALL, OTHER]}, *[ANSWER] * 2, DONE),
+            "message 2 and those after it have no tool_call_id 'b'",
         ),
         (said({"role": "assistant", "tool_calls": [{"function": {}}]}), "message 1 has a call that is not"),
         (
@@ -204,6 +230,24 @@ def test_rows_of_one_task_are_never_in_both_files(store: Store, tmp_path: Path) 
     assert (len(train), len(held)) == (360, 40) and not set(train) & set(held)
 
 
+@pytest.mark.parametrize(
+    ("tasks", "held"),
+    [
+        ({"easy": 500, "hard3": 1}, {"hard3"}),
+        ({"easy": 300, "hard1": 30, "hard2": 70}, {"hard1"}),
+        ({"a": 20, "b": 19}, {"b"}),  # neither is a tenth
+        ({"only": 20}, {"only"}),  # trained too
+    ],
+)
+def test_a_task_with_most_rows_of_a_source_is_trained(
+    tasks: dict[str, int], held: set[str], store: Store, tmp_path: Path
+) -> None:
+    rows = [said(DONE, task_id=name) for name, count in tasks.items() for _ in range(count)]
+    made = built(store, lines(tmp_path / "own.jsonl", *rows))
+    train, validation = (set(made.table(f"{name}.parquet")["task_id"].to_pylist()) for name in ("train", "validation"))
+    assert validation == held and train == (set(tasks) - held or held)
+
+
 def test_parquet_of_chats_is_read_unless_it_merges_arguments(store: Store, tmp_path: Path) -> None:
     turn = CALLS | {"content": ""}
     rows = [said(turn, task_id=str(number)) for number in range(3)]
@@ -221,9 +265,14 @@ def test_parquet_of_chats_is_read_unless_it_merges_arguments(store: Store, tmp_p
 
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-2, 400) | st.floats() | st.text(max_size=4) | st.just("assistant"),
+    st.none()
+    | st.booleans()
+    | st.integers(-2, 400)
+    | st.floats()
+    | st.text(max_size=4)
+    | st.sampled_from(["assistant", "\ud800"]),
     lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["role", "name", "x"]), inner, max_size=2)
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["role", "name", "\ud800"]), inner, max_size=2)
     ),
     max_leaves=5,
 )
@@ -232,7 +281,8 @@ JSON = st.recursive(
 @settings(max_examples=600, deadline=None)
 @given(st.data())
 def test_whatever_a_row_holds_it_is_encoded_or_refused_in_one_line(data: st.DataObject) -> None:
-    row = data.draw(st.sampled_from([said(*CHAT[2:], task_id="t"), exported("1" * 32)]))
+    chat = said(*CHAT[2:], task_id="t", tools=[{"function": {"name": "read"}}])
+    row = data.draw(st.sampled_from([chat, exported("1" * 32)]))
     row = json.loads(json.dumps(row))
     place = row
     while True:  # replace or remove one value anywhere in the row
@@ -248,8 +298,9 @@ def test_whatever_a_row_holds_it_is_encoded_or_refused_in_one_line(data: st.Data
     try:
         found = encode_row(row, "own.jsonl line 1", tokenizer())
     except MixtureError as error:
-        assert str(error).startswith("own.jsonl line 1") and "\n" not in str(error)
+        assert str(error).startswith("own.jsonl line 1") and "\n" not in str(error) and str(error).encode()
     else:
+        assert found is None or "".join([*found.prompts, *found.tools, str(found.task_id)]).encode()
         assert found is None or (len(found.token_ids) == len(found.token_role) and found.token_ids)
 
 
@@ -386,3 +437,20 @@ def test_exported_tokens_of_another_tokenizer_are_refused(store: Store, tmp_path
     ):
         with pytest.raises(MixtureError, match=f"line 1 has {fault}"):
             built(store, lines(tmp_path / "own.jsonl", exported("1" * 32, **change)))
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"episode": "run1-7"}, "episode is 'run1-7': write the 32 digits of an export"),
+        ({"episode": "1" * 31}, "episode is"),
+        ({"episode": "1" * 32 + "\n"}, "episode is"),
+        ({"task": "\ud800"}, "task has a lone surrogate"),
+        ({"tool_calls": [{"name": "\ud800"}]}, "tool_calls has a lone surrogate"),
+    ],
+)
+def test_names_in_an_export_that_no_store_holds_are_refused(
+    change: dict[str, Any], fault: str, store: Store, tmp_path: Path
+) -> None:
+    with pytest.raises(MixtureError, match=f"line 1: {fault}"):
+        built(store, lines(tmp_path / "own.jsonl", exported("1" * 32) | change))

@@ -266,6 +266,7 @@ EPISODES = {"kind": "episodes", "experiment": "tiny", "iterations": ["0000"]}
         ({"mixture": [{**EPISODES, "experiment": "taught"}]}, "base.mixture.0.experiment is taught itself"),
         ({"mixture": [{"kind": "chats", "path": "x", "weight": 0}]}, "weight"),
         ({"mixture": [{"kind": "episodes", "experiment": "tiny", "iterations": []}]}, "iterations"),
+        ({"mixture": [{**EPISODES, "iterations": ["0003", "0003"]}]}, "0003 is named twice, .*: name it once"),
         ({"mixture": [{"kind": "other"}]}, "kind|tag"),
     ],
 )

@@ -104,7 +104,7 @@ def placed(row: dict[str, Any]) -> dict[str, Any]:
 
 def _seen(row: dict[str, Any]) -> dict[str, Any]:
     counts = {name: row[name] for name in ("episodes", "solved", "reward", "policy_tokens")}
-    return {"kind": row["kind"], **placed(row), "policy": row["policy"][:SHORT], **counts}
+    return {"kind": row["kind"], **placed(row), "policy": (row["policy"] or "")[:SHORT] or None, **counts}
 
 
 def descended(row: dict[str, Any]) -> str:
