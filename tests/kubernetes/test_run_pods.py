@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -145,9 +146,8 @@ def test_a_run_whose_launch_was_cut_off_before_its_job_was_made_fails_soon(
     time.sleep(0.3)
     assert end_dead_runs(instance) == [RUN] and end_dead_runs(instance) == []
     (entry,) = instance.all_logs(RUN, of_type=dg.DagsterEventType.RUN_FAILURE)
-    assert "has no Job 0 s after its launch: the daemon that launched it has ended" in (
-        entry.get_dagster_event().message or ""
-    )
+    why = r"has no Job \d+ s after its launch: the daemon that launched it has ended"
+    assert re.search(why, entry.get_dagster_event().message or "")
 
 
 def test_an_api_server_that_does_not_reply_cuts_off_no_launch(
