@@ -177,6 +177,7 @@ def desk_errors(*arguments: str) -> str:
     return CliRunner().invoke(app, arguments, env={"COLUMNS": "200"}).stderr
 
 
+@pytest.mark.slow
 def test_tasks_that_a_policy_was_trained_on_are_named(desk: Desk) -> None:
     trained = set()
     for dataset in list_artifacts(desk.store, "dataset"):
