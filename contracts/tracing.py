@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 
 
 class Span:
-    """A span, which is current within a `with` block of it."""
+    """A span. Within `with span:`, it is the parent of spans that begin there."""
 
     def __init__(self, on: _On, span: Any) -> None:
         self._on, self._span, self._token = on, span, None
@@ -106,7 +106,7 @@ def span(
     """Begin a span. parent: its trace context, empty for the first span of a trace; None: the current span, else
     $TRACEPARENT. run_id: of the run whose own span this is, see `run_context`.
     """
-    on = _state if _asked else _start("triplane")
+    on = _start()
     if on is None:
         return _NO_SPAN
     if run_id is not None:
@@ -135,7 +135,7 @@ def grpc_call(service: str, method: str) -> tuple[str, Attributes]:
 @contextmanager
 def joined(parent: Mapping[str, str]) -> Iterator[None]:
     """Block whose spans continue a trace that began elsewhere. parent: its trace context; empty: none."""
-    on = _state if _asked else _start("triplane")
+    on = _start()
     if on is None or not parent:
         yield
         return
@@ -148,7 +148,7 @@ def joined(parent: Mapping[str, str]) -> Iterator[None]:
 
 def event(name: str, attributes: Attributes) -> None:
     """Note what happened within the current span."""
-    on = _state if _asked else _start("triplane")
+    on = _start()
     if on is not None:
         on.trace.get_current_span().add_event(name, _known(attributes))
 
@@ -156,7 +156,7 @@ def event(name: str, attributes: Attributes) -> None:
 def carrier() -> dict[str, str]:
     """Trace context of the current span, as HTTP headers and gRPC metadata have it; empty without one."""
     found: dict[str, str] = {}
-    on = _state if _asked else _start("triplane")
+    on = _start()
     if on is not None:
         on.propagator.inject(found)
     return found
@@ -171,7 +171,7 @@ def run_context(run_id: str) -> dict[str, str]:
     """Parent of the spans of a run that have no other one, in whatever process they begin: the run's own span, whose
     ids are made of the run's. Empty while tracing is off, and within another span.
     """
-    on = _state if _asked else _start("triplane")
+    on = _start()
     if on is None or on.trace.get_current_span().get_span_context().is_valid:
         return carrier()
     trace, span = _ids_of(run_id)
@@ -187,7 +187,7 @@ def trace_id(run_id: str) -> str | None:
 
 def is_on() -> bool:
     """Whether spans are made."""
-    return (_state if _asked else _start("triplane")) is not None
+    return _start() is not None
 
 
 def start(service: str) -> bool:
@@ -195,7 +195,7 @@ def start(service: str) -> bool:
 
     If it asks for what can't be had, this logs an error and returns False.
     """
-    return (_state if _asked else _start(service)) is not None
+    return _start(service) is not None
 
 
 @contextmanager
@@ -215,7 +215,7 @@ def flush() -> None:
 
 
 def stop() -> None:
-    """Export the spans that have ended, within FLUSH_S, and end tracing: the next span starts it anew."""
+    """Export the spans that have ended, within FLUSH_S, and stop tracing, which the next span would start again."""
     global _state, _asked
     with _lock:
         on, _state, _asked = _state, None, False
@@ -302,9 +302,8 @@ class _On:
             )
 
     def bounded(self, work: Callable[[], object]) -> None:
-        """Do work that waits for the receiver, and wait for it for FLUSH_S, or not at all if the receiver is failing.
-
-        Done by a thread that is there already, since none can be started while the interpreter ends.
+        """Run `work`, which may block on the receiver, in a thread, and wait at most FLUSH_S for it to end; do not wait
+        if the receiver is failing. The thread exists already: none can be started while the interpreter ends.
         """
         done = threading.Event()
         self._works.put((work, done))
@@ -328,16 +327,18 @@ _ids: ContextVar[tuple[int, int] | None] = ContextVar("ids_of_span", default=Non
 """Trace and span id of the span that begins; None: random ones."""
 
 
-def _start(service: str) -> _On | None:
+def _start(service: str = "triplane") -> _On | None:
+    """Tracing of this process, started at the first call; None: the environment asks for none."""
     global _state, _asked
-    with _lock:
-        if not _asked:
-            _state, _asked = _opened(service), True
-        return _state
+    if not _asked:
+        with _lock:
+            if not _asked:
+                _state, _asked = _opened(service), True
+    return _state
 
 
 def _opened(service: str) -> _On | None:
-    """Tracing as the environment asks for it."""
+    """Tracing with the settings of the environment, or None."""
     exporter = os.environ.get("OTEL_TRACES_EXPORTER", "").strip().lower()
     asked = exporter != "none" and (exporter or any(os.environ.get(name) for name in _ENDPOINTS))
     if not asked or os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
