@@ -11,16 +11,14 @@ from contracts.artifacts import open_artifact
 from curation.tasks.importing.find import find_suite
 from ops.evaluation import Playing
 from ops.named_evaluations import evaluate_policy, rows_of, settings_for
-from ops.pod_tags import pod_tags
 from ops.policies import stored_policy
-from ops.retries import bounded, step_retries
 from resources.evaluation import load_evaluation
 from resources.experiment import Experiment
 from resources.sampler import SamplerResource
 from resources.sandboxes import SandboxesResource
 from resources.store import StoreResource
 from triplane_dagster.experiment_files import evaluations_folder
-from triplane_dagster.jobs import shared_tags
+from triplane_dagster.jobs import job_op, shared_tags
 
 
 class EvaluatePolicy(dg.Config):
@@ -44,13 +42,7 @@ def evaluation_job_name(experiment: Experiment) -> str:
 def evaluation_job(experiment: Experiment) -> dg.JobDefinition:
     """Job that evaluates one policy, in the pods of an experiment."""
 
-    @dg.op(
-        name=f"{experiment.name}_evaluate_policy",
-        out=dg.Out(dg.Nothing),
-        tags=pod_tags(experiment),
-        retry_policy=step_retries(),
-    )
-    @bounded
+    @job_op(experiment, f"{experiment.name}_evaluate_policy")
     def evaluate_op(
         context: dg.OpExecutionContext,
         config: EvaluatePolicy,

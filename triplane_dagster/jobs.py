@@ -1,6 +1,7 @@
 """Jobs of an experiment: its base, one iteration, and a rollback."""
 
 import math
+from collections.abc import Callable
 from typing import Any, Literal
 
 import dagster as dg
@@ -100,6 +101,16 @@ def half_jobs(experiment: Experiment) -> list[UnresolvedAssetJobDefinition]:
     ]
 
 
+def job_op(experiment: Experiment, name: str) -> Callable[[Callable[..., None]], dg.OpDefinition]:
+    """Decorator of the only op of a job: it is placed as the experiment's steps are, and retried as `bounded` says."""
+
+    def made(function: Callable[..., None]) -> dg.OpDefinition:
+        op = dg.op(name=name, out=dg.Out(dg.Nothing), tags=pod_tags(experiment), retry_policy=step_retries())
+        return op(bounded(function))
+
+    return made
+
+
 def launched_unix(context: dg.OpExecutionContext) -> float:
     """Launch time of the run, or of the run that it retries, in seconds since 1970."""
     record = context.instance.get_run_record_by_id(context.run.get_root_run_id() or context.run_id)
@@ -122,13 +133,7 @@ class RollBackTo(dg.Config):
 def rollback_job(experiment: Experiment) -> dg.JobDefinition:
     """Job that makes an earlier policy live again; it appears as an observation on the page of sampler."""
 
-    @dg.op(
-        name=f"{experiment.name}_roll_back",
-        out=dg.Out(dg.Nothing),
-        tags=pod_tags(experiment),
-        retry_policy=step_retries(),
-    )
-    @bounded
+    @job_op(experiment, f"{experiment.name}_roll_back")
     def roll_back_op(context: dg.OpExecutionContext, config: RollBackTo, store: StoreResource) -> None:
         opened, request = store.open(), context.run.get_root_run_id() or context.run_id
         try:

@@ -5,12 +5,10 @@ from datetime import datetime
 import dagster as dg
 from pydantic import Field
 
-from ops.pod_tags import pod_tags
-from ops.retries import bounded, step_retries
 from resources.experiment import Experiment
 from resources.store import StoreResource
 from resources.training_launcher import require_launchable
-from triplane_dagster.jobs import exclusive_tags, launched_unix
+from triplane_dagster.jobs import exclusive_tags, job_op, launched_unix
 from triplane_dagster.targets import end_target, request_target, unfinished_target
 
 NIGHT_TAG = "triplane/night"
@@ -61,7 +59,7 @@ def train_config(experiment: Experiment, training: Training) -> dg.RunConfig:
 
 
 def _began_unix(context: dg.OpExecutionContext) -> float:
-    """Scheduled time of a night, or launch time of a manual run, in seconds since 1970; it may have been queued."""
+    """Scheduled time of a nightly run, or launch time of a manual one, before any queue; in seconds since 1970."""
     scheduled = context.run.tags.get(SCHEDULED_TAG)
     return datetime.fromisoformat(scheduled).timestamp() if scheduled else launched_unix(context)
 
@@ -69,13 +67,7 @@ def _began_unix(context: dg.OpExecutionContext) -> float:
 def train_job(experiment: Experiment) -> dg.JobDefinition:
     """Job that asks for iterations."""
 
-    @dg.op(
-        name=train_op_name(experiment),
-        out=dg.Out(dg.Nothing),
-        tags=pod_tags(experiment),
-        retry_policy=step_retries(),
-    )
-    @bounded
+    @job_op(experiment, train_op_name(experiment))
     def request_op(context: dg.OpExecutionContext, config: Training, store: StoreResource) -> None:
         opened = store.open()
         if config.iterations == 0:
