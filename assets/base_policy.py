@@ -3,9 +3,9 @@
 import dagster as dg
 
 from assets.naming import check, declared, define
+from ops.base_graph import BASE_POLICY
 from ops.base_policy import make_base
 from ops.checkpoint_check import CHECK, layout_check
-from ops.graph import BASE_POLICY
 from ops.mixture import mixture_numbers
 from ops.results import Materialized, result
 from ops.step import begin

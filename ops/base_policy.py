@@ -11,7 +11,7 @@ from ops.fork import source_inputs
 from ops.mixture import Sources, sources_of
 from ops.step import Step
 from ops.training import warm_start
-from resources.experiment import ImportedBase, SftBase
+from resources.base_config import ImportedBase, SftBase
 from resources.launch import Launcher
 
 

@@ -14,29 +14,24 @@ from typing import Any
 from contracts.artifacts import Artifact, ArtifactRef, Manifest, find_artifact, open_artifact
 from contracts.digests import digest_of
 from curation.dataset import DATASET_VERSION
-from curation.errors import MixtureError
 from curation.rewards import REWARDS_VERSION
 from curation.tasks.build import planned_key
-from curation.tasks.demonstrations import DEMONSTRATIONS_VERSION, demonstrations_key, demonstrations_slice
 from curation.tasks.importing.suite import IMPORT_SUITE_VERSION
 from curation.tasks.suite import SUITE_VERSION, TaskSuiteConfig
-from curation.tokenizer import TOKENIZER_VERSION, tokenizer_key
 from inference.rollouts import ROLLOUTS_VERSION
 from ops import where
+from ops.base_graph import BASE_POLICY, IMPORTED_BASE, MIXED_BASE
 from ops.dataset_inputs import DatasetInputs
 from ops.difficulty import difficulty_note
 from ops.floor import find_floor
 from ops.fork import source_inputs
-from ops.mixture import VERSIONS as SOURCE_VERSIONS
-from ops.mixture import Sources, shares_of, source_slice, sources_of
 from ops.readings import EVALUATION_RUN, EVALUATION_RUN_VERSION, WHO, readings_of, sampling_slice
 from ops.spec import Refs, Slice, StepSpec
 from ops.state import IterationInputs, IterationState
-from resources.errors import NotMaterialized
-from resources.experiment import Experiment, ForkConfig, ImportedBase, SftBase
-from resources.refs import earlier_refs, read_artifact, read_ref
-from trainer.config import IMPORT_VERSION, RL_VERSION, SFT_VERSION
-from trainer.precision import DEFAULT
+from resources.base_config import SftBase
+from resources.experiment import Experiment, ForkConfig
+from resources.refs import earlier_refs, read_ref
+from trainer.config import RL_VERSION
 
 PLAN = "rollout_plan"
 """Kind of the artifact that assigns an iteration's groups to shards; its key is that of the rollouts."""
@@ -59,155 +54,6 @@ IMPORTED_SUITE = replace(
     version=IMPORT_SUITE_VERSION,
     key_of=lambda state: planned_key(state.experiment.tasks, state.store),
     recorded_by=None,
-)
-
-
-def _sft(experiment: Experiment) -> SftBase:
-    assert isinstance(experiment.base, SftBase), "an imported base policy is not trained here"
-    return experiment.base
-
-
-def _precision(experiment: Experiment) -> Slice:
-    """The base policy's recipe; empty for the default, so that keys stay as they are without it."""
-    chosen = experiment.trainer.precision
-    return {} if chosen == DEFAULT else {"precision": chosen.model_dump(mode="json")}
-
-
-def _warm_start_slice(state: IterationState) -> Slice:
-    experiment, base = state.experiment, _sft(state.experiment)
-    return {
-        "model": base.model.model_dump(mode="json"),
-        "sft": base.sft.model_dump(mode="json"),
-        "seed": experiment.seed,
-        "numerics": experiment.trainer.launcher.numerics,
-        **_precision(experiment),
-    }
-
-
-def _taught_by(state: IterationState) -> Refs | None:
-    """Tokenizer and demonstrations of the warm start."""
-    base, seed = _sft(state.experiment), state.experiment.demonstrated.seed
-    tokenizer = find_artifact(state.store, "tokenizer", tokenizer_key(seed))
-    if tokenizer is None:
-        return None
-    shown = find_artifact(state.store, "demonstrations", demonstrations_key(base.demonstrations, seed, tokenizer.ref))
-    return {"tokenizer": tokenizer.ref, "demonstrations": shown.ref} if shown else None
-
-
-def _demonstration_config(experiment: Experiment) -> Slice:
-    return {"demonstrations": demonstrations_slice(_sft(experiment).demonstrations, experiment.demonstrated.seed)}
-
-
-def _demonstration_slices(state: IterationState, made: Artifact) -> Iterator[tuple[Any, Any]]:
-    for kind, wanted in _demonstration_config(state.experiment).items():
-        if kind in made.manifest.parents:
-            yield open_artifact(state.store, made.manifest.parents[kind]).manifest.config, wanted
-
-
-BASE_POLICY = StepSpec(
-    name="base_policy",
-    version=SFT_VERSION,
-    slice=_warm_start_slice,
-    kind="checkpoint",
-    plane="trainer",
-    needs=("launcher",),
-    once=True,
-    key_inputs=_taught_by,
-    part_versions={"tokenizer": TOKENIZER_VERSION, "demonstrations": DEMONSTRATIONS_VERSION},
-    part_configs=_demonstration_config,
-    part_slices=_demonstration_slices,
-)
-
-
-def _mixed_slice(state: IterationState) -> Slice:
-    """What the trainer records of a supervised base policy that is not plain."""
-    base, plain = _sft(state.experiment), _warm_start_slice(state)
-    found = {name: value for name, value in plain.items() if name != "model" or base.start is None}
-    found |= {"lora": base.lora.model_dump(mode="json")} if base.lora else {}
-    return found | ({"mixture": shares_of(base)} if base.mixture else {})
-
-
-def _placed_slice(state: IterationState) -> Slice:
-    """The same with places: of the imported model, files and iterations, whose content is in the key."""
-    base = _sft(state.experiment)
-    places = {"start": base.start.model_dump(mode="json")} if base.start else {}
-    return _mixed_slice(state) | places | {"sources": [each.model_dump(mode="json") for each in base.mixture]}
-
-
-def _mixed_from(state: IterationState) -> Refs | None:
-    """Tokenizer, sources and, as the latest base policy records it, the imported model."""
-    base, start = _sft(state.experiment), dict[str, ArtifactRef]()
-    if base.start is None:
-        tokenizer = find_artifact(state.store, "tokenizer", tokenizer_key(state.experiment.demonstrated.seed))
-        used = tokenizer.ref if tokenizer else None
-    else:
-        made = read_artifact(state.store, state.experiment.name, BASE_POLICY.name)
-        parents = made.manifest.parents if made else {}
-        start = {role: parents[role] for role in ("checkpoint", "trainer_state") if role in parents}
-        used = parents.get("tokenizer") if start else None
-    if used is None:
-        return None
-    sources = Sources(state.store, state.experiment, base, used)
-    try:
-        found = {role: sources.find(source) for role, source in sources_of(base).items()}
-    except (NotMaterialized, MixtureError):
-        return None
-    refs = {role: each.ref for role, each in found.items() if each is not None}
-    return {"tokenizer": used, **refs, **start} if len(refs) == len(found) else None
-
-
-def _require_inputs(state: IterationState) -> None:
-    """Raise in a dry run what the run would, for a file or an iteration that is missing."""
-    base, nothing = _sft(state.experiment), ArtifactRef(kind="tokenizer", key="0" * 64, digest="0" * 64)
-    for source in sources_of(base).values():
-        Sources(state.store, state.experiment, base, nothing).require_inputs(source)
-
-
-def _source_slices(state: IterationState, made: Artifact) -> Iterator[tuple[Any, Any]]:
-    base = _sft(state.experiment)
-    for role, source in sources_of(base).items():
-        if role in made.manifest.parents:
-            recorded = open_artifact(state.store, made.manifest.parents[role]).manifest.config
-            yield recorded, source_slice(state.experiment, base, source)
-
-
-MIXED_BASE = replace(
-    BASE_POLICY,
-    slice=_placed_slice,
-    config=_mixed_slice,
-    key_inputs=_mixed_from,
-    part_versions={"demonstrations": DEMONSTRATIONS_VERSION, **SOURCE_VERSIONS},
-    part_configs=lambda experiment: {
-        role: source_slice(experiment, _sft(experiment), source)
-        for role, source in sources_of(_sft(experiment)).items()
-    },
-    part_slices=_source_slices,
-    note=_require_inputs,
-)
-
-
-def _imported_key(state: IterationState) -> str | None:
-    """Key of the latest import, which depends on the imported content."""
-    ref = read_ref(state.store, state.experiment.name, "base_policy")
-    return ref.key if ref else None
-
-
-def _import_place(experiment: Experiment) -> str:
-    assert isinstance(experiment.base, ImportedBase), "a trained base policy is not imported"
-    return f"import of {experiment.base.path}"
-
-
-IMPORTED_BASE = replace(
-    BASE_POLICY,
-    version=IMPORT_VERSION,
-    slice=lambda state: {**state.experiment.base.model_dump(mode="json"), **_precision(state.experiment)},
-    where=_import_place,
-    key_inputs=None,
-    key_of=_imported_key,
-    recorded_by=None,
-    part_versions={},
-    part_configs=None,
-    part_slices=None,
 )
 
 

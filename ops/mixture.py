@@ -24,7 +24,8 @@ from curation.tasks.demonstrations import build_demonstrations, demonstrations_k
 from curation.tasks.suite import SUITE_VERSION, TaskSuiteConfig, generate_tasks
 from ops.quarantine.members import commit_quarantined, quarantined_ref
 from ops.spec import Slice, Work
-from resources.experiment import Experiment, SftBase
+from resources.base_config import SftBase
+from resources.experiment import Experiment
 from resources.quarantine import Quarantine
 from resources.refs import require_ref
 from trainer.config import source_roles

@@ -14,8 +14,8 @@ from contracts.store import Store
 from ops.mixture import shares_of
 from ops.results import numbers
 from ops.step import Step
+from resources.base_config import SftBase
 from resources.errors import LaunchFailed, LaunchKilled
-from resources.experiment import SftBase
 from resources.launch import Launch, Launcher
 from resources.training_logs import kept_logs
 from trainer.config import MixtureSource, RlJob, SftJob

@@ -18,7 +18,8 @@ from contracts.digests import digest_of
 from contracts.errors import ConfigError
 from contracts.kubernetes_client import NAMESPACE_VARIABLE
 from contracts.store import Store
-from ops.graph import BASE_POLICY, CHECKPOINT, ROLLOUTS
+from ops.base_graph import BASE_POLICY
+from ops.graph import CHECKPOINT, ROLLOUTS
 from ops.retries import steps_in_one_process
 from resources.experiment import Experiment
 from resources.kubernetes.manifests import Attempt, is_set, job_name, service_manifest, training_manifest

@@ -10,7 +10,8 @@ from typing import Any
 from contracts.errors import ConfigError, TriplaneError
 from inference.engines.config import VllmConfig
 from inference.engines.vllm_memory import EngineMemory, engine_memory
-from resources.experiment import Experiment, SftBase
+from resources.base_config import SftBase
+from resources.experiment import Experiment
 from resources.gpus import local_gpus
 from trainer.plan import Batch, Limit, Plan, Workload, machine_limits, plan_training
 

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from contracts.yaml_text import load_yaml
+from resources.base_config import SftBase
 from resources.errors import ExperimentError
-from resources.experiment import SftBase, find_experiments, load_experiment, parse_experiment
+from resources.experiment import find_experiments, load_experiment, parse_experiment
 from trainer.algorithms.dapo import Dapo
 from triplane_dagster.dry_run import plan_of
 

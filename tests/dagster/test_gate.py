@@ -31,7 +31,8 @@ from ops.smoke import play_smoke
 from ops.spec import StepSpec
 from ops.state import IterationState
 from ops.step import Step
-from resources.experiment import Experiment, SftBase
+from resources.base_config import SftBase
+from resources.experiment import Experiment
 from resources.progress import no_progress
 from resources.refs import require_ref, write_ref
 from resources.sampler import SamplerResource

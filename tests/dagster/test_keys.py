@@ -17,7 +17,8 @@ from ops.graph import ITERATION_INPUTS, ONCE, PER_ITERATION, REPORT, TASK_SUITE,
 from ops.readings import Reading, sampling_slice
 from ops.spec import Refs
 from ops.state import IterationInputs, IterationState, Start
-from resources.experiment import Experiment, SftBase, load_experiment, parse_experiment
+from resources.base_config import SftBase
+from resources.experiment import Experiment, load_experiment, parse_experiment
 
 TINY = Path(__file__).parents[1] / "old_stores" / "c813e3a.yaml"
 GOLDEN = {

@@ -20,7 +20,8 @@ from contracts.errors import TriplaneError
 from contracts.store import open_store
 from curation.errors import MixtureError
 from curation.tasks.suite import TaskSuiteConfig, generate_tasks
-from ops.graph import BASE_POLICY, MIXED_BASE, graph_of, spec_behind
+from ops.base_graph import BASE_POLICY, MIXED_BASE
+from ops.graph import graph_of, spec_behind
 from ops.ledger.recall import recall
 from ops.ledger.trained import trained_tasks
 from ops.named_evaluations import contamination

@@ -11,7 +11,7 @@ from kubernetes import client
 from contracts.digests import digest_of
 from contracts.errors import ConfigError
 from contracts.store import open_store
-from ops.graph import BASE_POLICY
+from ops.base_graph import BASE_POLICY
 from resources.errors import LaunchFailed
 from resources.experiment import Experiment, parse_experiment
 from resources.kubernetes.manifests import Attempt, job_name, service_manifest, training_manifest
