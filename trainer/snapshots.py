@@ -132,8 +132,8 @@ class Snapshots:
     def drop(self, steps: Iterable[int]) -> None:
         """Remove the snapshots of some steps."""
         for step in steps:
-            # the manifest sorts last, so after a kill the remaining files can still be found
-            for key in self._store.list(f"artifacts/{SNAPSHOT}/{self._key(step)}/"):
+            # the manifest sorts last and goes first: a kill leaves no artifact without files
+            for key in reversed(self._store.list(f"artifacts/{SNAPSHOT}/{self._key(step)}/")):
                 self._store.delete(key)
 
     def _find(self) -> Artifact | None:

@@ -246,6 +246,29 @@ def test_training_goes_on_while_a_copy_is_written(tmp_path: Path) -> None:
     assert load_file(found.path("state.safetensors"))["adamw.step"].tolist() == [0.0] * 4
 
 
+def test_a_snapshot_whose_removal_is_interrupted_does_not_exist(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, files = LocalStore(tmp_path), f"artifacts/{SNAPSHOT}/"
+    with Snapshots(store, "0" * 64, 1, 10, {}, "1") as snapshots:
+        snapshots.save(TrainerState({}, {"adamw.step": torch.zeros(4)}, "adamw", 1, {}), 1)
+        snapshots.wait()
+        delete, before = store.delete, len(store.list(files))
+
+        def killed(key: str) -> None:
+            delete(key)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(store, "delete", killed)
+        with pytest.raises(KeyboardInterrupt):
+            snapshots.clear()
+        assert len(store.list(files)) == before - 1
+        assert not list(list_artifacts(store, SNAPSHOT))
+        monkeypatch.undo()
+        snapshots.clear()
+    assert store.list(files) == []
+
+
 def test_a_stopped_job_leaves_no_files_of_a_write_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.snapshots.STOP_S", 0.1)
     store = SlowStore(tmp_path)
