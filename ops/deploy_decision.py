@@ -60,6 +60,7 @@ def decide_deployment(step: Step, smoke: Callable[[], Smoke]) -> Artifact:
         return found
     candidate, parent = step.parent("candidate"), step.parent("parent")
     evaluation = open_artifact(step.store, step.parent("evaluation"))
+    _require_current(step, evaluation, candidate)
     gate = check_gate(evaluation, parent, step.experiment.promotion.margin)
     decision, played = _decide(step, candidate, parent, gate, smoke)
     with step.work.writer() as out:
@@ -67,6 +68,19 @@ def decide_deployment(step: Step, smoke: Callable[[], Smoke]) -> Artifact:
         if played is not None:
             out.add_json(SMOKE_FILE, played.model_dump(mode="json"), telemetry=True)
         return out.commit(meta={"decision": decision.decision, "iteration": step.iteration, "policy": candidate.digest})
+
+
+def _require_current(step: Step, evaluation: Artifact, candidate: ArtifactRef) -> None:
+    """Raise NotMaterialized for an evaluation of another candidate, or with another confidence than is asked for."""
+    played = open_artifact(step.store, evaluation.manifest.parents["candidate_gate"]).manifest.parents["policy"]
+    confidence = evaluation.manifest.config["confidence"]
+    if played.digest != candidate.digest:
+        why = f"of {played.short}, and the candidate is {candidate.short}"
+    elif confidence != step.experiment.promotion.confidence:
+        why = f"with confidence {confidence}, and promotion.confidence is {step.experiment.promotion.confidence}"
+    else:
+        return
+    raise NotMaterialized(f"the evaluation of {step.experiment.name}/{step.iteration} is {why}: materialize it again")
 
 
 def check_gate(evaluation: Artifact, parent: ArtifactRef, margin: float) -> NonInferiority:

@@ -64,11 +64,23 @@ class Stage:
     def step(self, candidate: ArtifactRef, parent: ArtifactRef, iteration: str) -> Step:
         """`sampler[iteration]`, about a candidate that was trained from `parent`."""
         context = dg.build_op_context()
-        evaluation = require_ref(self.world.store, self.world.experiment.name, "evaluation", "0000")
-        made, pinned = {"checkpoint": candidate, "evaluation": evaluation}, self.inputs(iteration, parent)
+        made = {"checkpoint": candidate, "evaluation": self._evaluation_of(candidate)}
+        pinned = self.inputs(iteration, parent)
         progress = NoProgress(context, self.experiment.name, SAMPLER.name, iteration, no_progress)
         state = IterationState(self.experiment, self.world.store, iteration, made, pinned)
         return Step(SAMPLER, state, progress, context)
+
+    def _evaluation_of(self, candidate: ArtifactRef) -> ArtifactRef:
+        """The evaluation of 0000, as if this candidate had played it."""
+        store = self.world.store
+        made = open_artifact(store, require_ref(store, self.world.experiment.name, "evaluation", "0000"))
+        run = open_artifact(store, made.manifest.parents["candidate_gate"])
+        if run.manifest.parents["policy"] == candidate:
+            return made.ref
+        key = digest_of(["planted", candidate.digest])  # content digests say nothing about parents
+        run = copied(store, run, {**run.manifest.parents, "policy": candidate}, key=key, kind="planted_run")
+        parents = {**made.manifest.parents, "candidate_gate": run.ref}
+        return copied(store, made, parents, key=key, kind="planted_evaluation").ref
 
     def inputs(self, iteration: str, parent: ArtifactRef) -> IterationInputs:
         made = find_inputs(self.world.store, self.world.experiment, "0000")
@@ -149,11 +161,15 @@ def copied(
     parents: Mapping[str, ArtifactRef] | None = None,
     tables: Mapping[str, pa.Table] | None = None,
     key: str | None = None,
+    kind: str | None = None,
 ) -> Artifact:
-    """A copy of an artifact under another key, with other parents and some other tables."""
+    """A copy of an artifact under another key, with other parents and some other tables. kind: other tests count those
+    of the source's kind.
+    """
     parents, tables = parents or source.manifest.parents, tables or {}
     key = key or digest_of([source.ref.key, sorted(tables), {role: ref.digest for role, ref in parents.items()}])
-    with ArtifactWriter(store, source.ref.kind, key, parents=parents, config={}, code_version="1") as out:
+    config = source.manifest.config
+    with ArtifactWriter(store, kind or source.ref.kind, key, parents=parents, config=config, code_version="1") as out:
         for name in source.names():
             if name in tables:
                 out.add_table(name, tables[name])

@@ -47,7 +47,7 @@ from ops.inputs import trainer_state_of
 from ops.rollback import change_live, plan_rollback, roll_back
 from ops.smoke import Smoke
 from resources.deployment import fault_of, swap_servers
-from resources.errors import DeploymentFailed, RegistryError
+from resources.errors import DeploymentFailed, NotMaterialized, RegistryError
 from resources.experiment import DeploymentConfig, parse_experiment
 from resources.refs import require_ref
 from tests.ports import free_port
@@ -137,6 +137,18 @@ def test_candidate_that_tampered_on_the_gate_is_refused(ran: World, untouched: P
     decision = read_decision(decide_deployment(caught_step, no_smoke))
     assert decision.decision == "refused" and stage.registry.live() is None
     assert f"tampered with its verdict in {rewards.num_rows} of {rewards.num_rows} gate episodes" in decision.reasons[0]
+
+
+def test_an_evaluation_of_another_candidate_or_confidence_decides_nothing(ran: World) -> None:
+    stage = stage_of(ran, "unevaluated")
+    step = stage.step(stage.first, stage.base, "0000")
+    made = {**step.state.made, "checkpoint": stage.second}  # trained again since
+    promotion = stage.experiment.promotion.model_copy(update={"confidence": 0.5})
+    edited = stage.experiment.model_copy(update={"promotion": promotion})
+    for change, reason in (({"made": made}, "is of"), ({"experiment": edited}, "promotion.confidence is 0.5")):
+        with pytest.raises(NotMaterialized, match=f"{reason}.*: materialize it again"):
+            decide_deployment(replace(step, state=replace(step.state, **change)), no_smoke)
+    assert stage.registry.live() is None
 
 
 def test_infrastructure_fault_decides_nothing(ran: World) -> None:
