@@ -219,11 +219,12 @@ class LocalStore:
         """See Store.list."""
         folder = self._root / prefix.rpartition("/")[0]
         found = []
-        for base, _, names in os.walk(folder):
-            relative = Path(base).relative_to(self._root)
-            if relative.parts[:1] == ("tmp",):
-                continue
-            found += [key for name in names if (key := (relative / name).as_posix()).startswith(prefix)]
+        with readable_errors(self._root):
+            for base, _, names in os.walk(folder, onerror=_unless_missing):
+                relative = Path(base).relative_to(self._root)
+                if relative.parts[:1] == ("tmp",):
+                    continue
+                found += [key for name in names if (key := (relative / name).as_posix()).startswith(prefix)]
         return sorted(found)
 
     def entries(self, prefix: str) -> Sequence[Entry]:
@@ -313,6 +314,12 @@ def _has_file(folder: str) -> bool:
         return False
 
 
+def _unless_missing(error: OSError) -> None:
+    """Raise an error of a walk, unless the folder is gone: what can't be read is not nothing."""
+    if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
+        raise error
+
+
 @contextmanager
 def readable_errors(root: Path, what: str = "store", variable: str = "TRIPLANE_STORE") -> Iterator[None]:
     """Convert system errors of a full, broken or forbidden disk to StoreError with the fix.
@@ -328,7 +335,9 @@ def readable_errors(root: Path, what: str = "store", variable: str = "TRIPLANE_S
             fix = f"can't be read or written ({error.strerror}): check its disk, then run the same command again"
         elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             fix = f"is not writable ({error.strerror}): fix its permissions, or point {variable} elsewhere"
-        elif error.errno in (errno.ENOTDIR, errno.EEXIST):
+        elif error.errno in (errno.EMFILE, errno.ENFILE):
+            fix = f"can't be read ({error.strerror}): raise the limit, `ulimit -n`"
+        elif error.errno in (errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG):
             fix = f"is not a directory ({error.strerror}): point {variable} at one"
         else:
             raise

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -219,6 +222,20 @@ def test_unknown_scheme_and_missing_bucket_say_the_fix(store: Store) -> None:
     if isinstance(store, S3Store):
         with pytest.raises(StoreError, match="bucket absent-bucket does not exist"):
             open_store("s3://absent-bucket/x").create("a", b"")
+
+
+def test_a_folder_that_can_not_be_read_is_not_an_empty_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = LocalStore(tmp_path)
+    store.create("live/a/1.json", b"{}")
+
+    def refuse(path: Any) -> Any:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(StoreError, match="ulimit -n"):
+        store.list("live/")
+    monkeypatch.undo()
+    assert store.list("live/a/1.json/") == store.list("gone/") == []
 
 
 def test_a_disk_that_fills_while_staging_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
