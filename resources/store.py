@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import dagster as dg
-from pydantic import Field
 
 from contracts.leftovers import sweep_once
 from contracts.store import Store, open_store
@@ -13,15 +12,14 @@ from resources.pipes import sweep_channels
 
 
 class StoreResource(dg.ConfigurableResource[Any]):
-    """Opens the artifact store; every process of a run opens the same one."""
+    """Opens the store of $TRIPLANE_STORE, else .triplane/store.
 
-    url: str = Field(
-        default="", description="A directory or s3://bucket/prefix; empty: $TRIPLANE_STORE, else .triplane/store"
-    )
+    It has no settings: those of one run would send its artifacts to one store and its references to another.
+    """
 
     def open(self) -> Store:
         """Open the store, and remove leftovers of killed processes from it and from their message channels."""
-        store = open_store(self.url or None)
+        store = open_store()
         sweep_once(store)
         sweep_channels()
         return store

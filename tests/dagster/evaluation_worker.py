@@ -13,7 +13,7 @@ import dagster as dg
 import pytest
 
 from contracts.artifacts import Artifact
-from contracts.store import Store
+from contracts.store import Store, open_store
 from contracts.tasks import Task
 from curation.verify import Verdict, Verifier, verdict_key
 from ops.evaluation import play_splits
@@ -24,7 +24,6 @@ from resources.progress import no_progress
 from resources.refs import require_ref
 from resources.sampler import SamplerResource
 from resources.sandboxes import SandboxesResource
-from resources.store import StoreResource
 
 TINY = Path(__file__).parent / "tiny.yaml"
 ONE_AT_A_TIME = ["rollouts.concurrency=1"]
@@ -48,7 +47,7 @@ def unplayed(store: Store, folder: Path) -> Store:
     """Copy of a local store without what evaluations and verifiers made."""
     left_out = shutil.ignore_patterns("evaluation", "evaluation_run", "verdicts", "tmp")
     shutil.copytree(store.url, folder, ignore=left_out)
-    return StoreResource(url=str(folder)).open()
+    return open_store(str(folder))
 
 
 def record_verdicts(asked: Path) -> None:
@@ -64,4 +63,4 @@ def record_verdicts(asked: Path) -> None:
 
 if __name__ == "__main__":
     record_verdicts(Path(sys.argv[2]))
-    play_base(load_experiment(TINY, ONE_AT_A_TIME), StoreResource(url=sys.argv[1]).open())
+    play_base(load_experiment(TINY, ONE_AT_A_TIME), open_store(sys.argv[1]))

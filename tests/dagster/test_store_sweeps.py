@@ -32,5 +32,6 @@ def test_a_killed_launchers_folder_goes_and_a_live_ones_stays(tmp_path: Path, mo
         (live,) = temporary.iterdir()
         subprocess.run([sys.executable, "-c", KILLED, str(temporary)], cwd=root, check=False, timeout=60)
         assert len(list(temporary.iterdir())) == 2
-        StoreResource(url=str(tmp_path / "store")).open()
+        monkeypatch.setenv("TRIPLANE_STORE", str(tmp_path / "store"))
+        StoreResource().open()
         assert list(temporary.iterdir()) == [live]
