@@ -28,7 +28,7 @@ from ops.state import TRAINING_START, IterationInputs, IterationState, Start, re
 from ops.step import Step
 from resources.errors import IterationRefused, NotMaterialized, RegistryError
 from resources.experiment import Experiment
-from resources.refs import read_artifact, read_ref
+from resources.refs import has_ref, read_artifact, read_ref
 from resources.registry import Registry
 from resources.training_launcher import require_launchable
 from trainer.continuing import require_continuable
@@ -72,6 +72,11 @@ def pin_inputs(step: Step, policy: str) -> Artifact:
     found = step.work.find()
     if found is not None:
         return found
+    if has_ref(step.store, step.experiment.name, ITERATION_INPUTS.name, step.iteration):
+        raise IterationRefused(
+            f"the pinned inputs of {step.experiment.name}/{step.iteration} are gone from {step.store.url}, and others"
+            " would not fit its rollouts: restore the folder from a backup, or run another iteration"
+        )
     require_launchable(step.experiment)  # fail now, not after hours of rollouts
     ahead = next_iteration(step.store, step.experiment.name) < int(step.iteration)
     # read after the decisions, each of which follows its promotion

@@ -14,7 +14,7 @@ import pytest
 from moto.server import ThreadedMotoServer
 from pinning import commit, counting_store, decide, make_base, pin
 
-from contracts.artifacts import ArtifactWriter, find_artifact
+from contracts.artifacts import ArtifactWriter, discard_artifact, find_artifact
 from contracts.digests import digest_of
 from contracts.store import Store, open_store
 from contracts.upkeep import check_store
@@ -102,6 +102,18 @@ def test_unpinned_inputs_are_gone_and_the_iteration_can_begin_again(
         unpin(store, tiny, "0001")
     pin(tiny, instance, "0001")
     assert find_inputs(store, tiny, "0001") is not None
+
+
+@pytest.mark.parametrize("store", ["local"], indirect=True)
+def test_inputs_whose_folder_is_gone_are_not_pinned_again(
+    store: Store, tiny: Experiment, instance: dg.DagsterInstance
+) -> None:
+    pin(tiny, instance, "0001")
+    pinned = read_ref(store, tiny.name, "iteration_inputs", "0001")
+    assert pinned is not None
+    discard_artifact(store, pinned)
+    with pytest.raises(IterationRefused, match=r"inputs of tiny/0001 are gone .*: restore the folder from a backup"):
+        pin(tiny, instance, "0001")
 
 
 @pytest.mark.parametrize("store", ["local"], indirect=True)
