@@ -7,6 +7,7 @@ A crash between the two leaves outdated servers after a complete rollback. Then 
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,7 +59,7 @@ def plan_rollback(store: Store, experiment: str, to: str | None) -> RollbackPlan
     that can no longer be served.
     """
     registry = Registry(store, experiment)
-    target = registry.restorable(to, base_of(store, experiment))
+    target = registry.restorable(to, _base(store, registry, to))
     live = registry.live()
     assert live is not None, "restorable raises if nothing was promoted"
     open_artifact(store, target.policy).directory()
@@ -109,7 +110,7 @@ def _require_seen(store: Store, experiment: str, plan: RollbackPlan, asked_unix:
     """
     live = plan.live
     changed = live.rollback.unix if live.rollback else _promoted_unix(store, experiment, live)
-    if changed > asked_unix:
+    if asked_unix < changed and not time.time() < changed < math.inf:  # a clock may have been set back since
         raise RegistryError(
             f"{live.policy.short} ({live.came_by}) went live after this rollback was launched, nothing was rolled back:"
             f" launch it again with `to`, which is {plan.target.number or BASE} for the policy before that one"
@@ -157,10 +158,17 @@ def _plan_of(registry: Registry, entry: LivePolicy) -> RollbackPlan:
     return _plan(registry, registry.history()[entry.number - 2], target)
 
 
-def base_of(store: Store, experiment: str) -> BasePolicy | None:
-    """Base policy as the target of a rollback, or None if there is none yet."""
-    base = read_ref(store, experiment, "base_policy")
-    return BasePolicy(base, lambda: trainer_state_of(store, base)) if base else None
+def _base(store: Store, registry: Registry, to: str | None) -> BasePolicy | None:
+    """Base policy as the target of a rollback, or None if there is none yet. With `to` None the one that acted before
+    the first promotion, which is not the present one if that was made since.
+    """
+    base = read_ref(store, registry.experiment, "base_policy")
+    if base is None:
+        return None
+    if to is None and (history := registry.history()):
+        earlier = earlier_refs(store, registry.experiment, "base_policy", None, base)
+        base = next((each for each in (base, *earlier) if each.digest == history[0].parent), base)
+    return BasePolicy(base, lambda: trainer_state_of(store, base))
 
 
 def observation(experiment: str, done: RolledBack) -> dg.AssetObservation:

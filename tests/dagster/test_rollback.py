@@ -14,10 +14,11 @@ from dagster._core.events import RunFailureReason
 from dagster._core.execution.retries import auto_reexecution_should_retry_run
 from dagster._core.storage.tags import PARENT_RUN_ID_TAG, ROOT_RUN_ID_TAG
 from dagster_world import World
-from pinning import decide, make_base
+from pinning import commit, decide, make_base
 
 from assets.naming import key_of
 from contracts.artifacts import open_artifact
+from contracts.digests import digest_of
 from contracts.store import open_store
 from ops.inputs import find_inputs, trainer_state_of
 from ops.report.facts import restored
@@ -25,7 +26,7 @@ from ops.report.sources import find_sources
 from ops.rollback import change_live, plan_rollback, roll_back_once
 from resources.errors import RegistryError
 from resources.experiment import Experiment
-from resources.refs import require_ref
+from resources.refs import require_ref, write_ref
 from resources.registry import Registry
 from triplane_dagster.assembly import definitions_for
 from triplane_dagster.cli.history import row_of, summaries
@@ -139,6 +140,21 @@ def test_a_queued_rollback_takes_no_decision_about_another_policy_for_that_of_th
     decide(store, tiny, "0000", "stale", policy="3" * 64)
     done = roll_back_once(store, tiny, None, "it cheats", "later", time.time())
     assert done.entry.policy == base, "a later decision about another candidate does not count"
+
+
+def test_the_previous_policy_of_the_first_promotion_is_the_base_that_acted(tiny: Experiment, tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    make_base(store, tiny)
+    acted = require_ref(store, tiny.name, "base_policy")
+    first = acted.model_copy(update={"digest": "1" * 64})
+    state = trainer_state_of(store, acted)
+    assert Registry(store, tiny.name).promote(first, state, parent=acted.digest, iteration="0000")
+    key = digest_of("made again, with other settings")
+    commit(store, "trainer_state", key)
+    made = commit(store, "checkpoint", key).ref
+    write_ref(store, tiny.name, "base_policy", None, made)
+    targets = [plan_rollback(store, tiny.name, to).target for to in (None, "base")]
+    assert [each.policy for each in targets] == [acted, made]
 
 
 def test_dagster_does_not_launch_a_rollback_again_by_itself(tiny: Experiment, tmp_path: Path) -> None:
