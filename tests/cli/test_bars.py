@@ -49,3 +49,28 @@ with Bars() as bars:
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stderr.splitlines() == ["0003 rollouts sampling  100/100"]
+
+
+def test_work_goes_on_when_its_terminal_is_gone_or_nobody_reads() -> None:
+    program = PROGRAM + "print('done')"
+    main, terminal = pty.openpty()
+    os.close(main)
+    unread, pipe = os.pipe()
+    os.close(unread)
+    environment = {**os.environ, "TERM": "xterm"}
+    for stderr in (terminal, pipe):
+        done = subprocess.run(
+            [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=stderr, env=environment, check=False
+        )
+        os.close(stderr)
+        assert (done.returncode, done.stdout) == (0, b"done\n")
+
+
+def test_a_command_runs_with_closed_standard_streams() -> None:
+    program = (
+        "import os; from triplane_dagster.cli import app, main;"
+        " app.app = lambda **_: print([os.readlink(f'/proc/self/fd/{each}') for each in (0, 2)]); main()"
+    )
+    command = ["sh", "-c", 'exec "$0" -c "$1" <&- 2>&-', sys.executable, program]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    assert done.stdout.strip() == "['/dev/null', '/dev/null']"

@@ -20,8 +20,17 @@ _UTF8 = "PYTHONUTF8"
 
 def main() -> None:
     """Entry point of the `triplane` script. Files and outputs are UTF-8, also in a locale that is not."""
+    again = False
+    for standard in range(3):
+        try:
+            os.fstat(standard)
+        except OSError:  # closed by the caller: the first file that is opened would get its number
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+            again = True
     if codecs.lookup(locale.getpreferredencoding(False)).name != "utf-8" and os.environ.get(_UTF8) != "1":
         os.environ[_UTF8] = "1"  # read by Python as it starts, and by the processes that it starts
+        again = True
+    if again:
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
     from triplane_dagster.cli.app import app
 

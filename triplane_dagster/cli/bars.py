@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from math import inf
 from types import TracebackType
 from typing import Self
@@ -22,8 +24,15 @@ SHOWN = ("tokens_per_second", "loss", "reward_mean", "expected_solve", "groups")
 """Measurements shown beside a bar."""
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Raise; rich would end the process, and send what it prints later nowhere."""
+        raise BrokenPipeError(errno.EPIPE, "nobody reads the progress")
+
+
 class Bars:
-    """Progress sink with one bar for each phase of a step. Enter it before the work begins.
+    """Progress sink with one bar for each phase of a step. Enter it before the work begins. Once nobody can see it any
+    more, it shows nothing: the work goes on.
 
     side_by_side: two iterations report at once, from two threads.
     """
@@ -32,7 +41,7 @@ class Bars:
         self._side_by_side, self._lock = side_by_side, threading.Lock()
         # a copy of stderr: Dagster points descriptor 2 at a log file while a step runs
         self._stream = os.fdopen(os.dup(2), "w")
-        self._console = Console(file=self._stream, highlight=False)
+        self._console = _Console(file=self._stream, highlight=False)
         self._bars = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),
@@ -42,27 +51,41 @@ class Bars:
             console=self._console,
             disable=not self._console.is_terminal,
         )
+        self._unseen = False
+        """Whether the terminal is gone, or nobody reads."""
         self._tasks: dict[tuple[str | None, str, str], TaskID] = {}
         self._said: dict[tuple[str | None, str, str], float] = {}
         """Earliest time of a phase's next line; infinity after the phase has finished."""
 
     def __enter__(self) -> Self:
-        self._bars.start()
+        with self._watched():
+            self._bars.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._bars.stop()
-        self._stream.close()
+        with self._watched():
+            self._bars.stop()
+        with suppress(OSError):
+            self._stream.close()
 
     def __call__(self, update: Update) -> None:
         """Show one update."""
-        with self._lock:
+        with self._lock, self._watched():
+            if self._unseen:
+                return
             if self._console.is_terminal:
                 self._draw(update)
             else:
                 self._say(update)
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError:
+            self._unseen = True
 
     def _draw(self, update: Update) -> None:
         place = (update.partition, update.asset, update.phase)
