@@ -35,7 +35,7 @@ class Loaded:
     files: dict[Path, Experiment]
     """Experiments by file; their names differ."""
     broken: tuple[BrokenFile, ...]
-    """Malformed files, and files with the name of an earlier one."""
+    """Malformed files, and files with an experiment's name that others have, too."""
 
     @property
     def experiments(self) -> list[Experiment]:
@@ -44,20 +44,27 @@ class Loaded:
 
 
 def load_folder(folder: Path) -> Loaded:
-    """Load every experiment of a folder. A file that can't be used does not affect the others."""
-    files: dict[str, Path] = {}
-    experiments: dict[Path, Experiment] = {}
-    broken = []
+    """Load every experiment of a folder. A file that can't be used does not affect the others.
+
+    Of files with one name, the one that is called so is used, as by `triplane -e`: the others may be copies of it.
+    Raises ExperimentError if there is no such folder.
+    """
+    if not folder.is_dir():
+        raise ExperimentError(f"there is no folder {folder}: set ${FOLDER_VARIABLE} to the one with the experiments")
+    found: dict[Path, Experiment] = {}
+    broken: dict[Path, ExperimentError] = {}
     for path in find_experiments(folder):
         try:
-            experiment = load_experiment(path)
-            first = files.setdefault(experiment.name, path)
-            if first != path:
-                raise ExperimentError(f"{first} and {path} are both called {experiment.name}: rename one")
-            experiments[path] = experiment
+            found[path] = load_experiment(path)
         except ExperimentError as error:
-            broken.append(BrokenFile(path, error))
-    return Loaded(experiments, tuple(broken))
+            broken[path] = error
+    for path, experiment in found.items():
+        same = [each for each in found if found[each].name == experiment.name]
+        if len(same) > 1 and path.stem != experiment.name:
+            both = " and ".join(map(str, same[:2]))
+            broken[path] = ExperimentError(f"{both} are both called {experiment.name}: rename one")
+    used = {path: experiment for path, experiment in found.items() if path not in broken}
+    return Loaded(used, tuple(BrokenFile(path, broken[path]) for path in sorted(broken)))
 
 
 def experiments_digest(folder: Path) -> str:

@@ -9,6 +9,7 @@ from ops.graph import ONCE, PER_ITERATION
 from resources.errors import ExperimentError
 from triplane_dagster.assembly import load_definitions
 from triplane_dagster.definitions import defs
+from triplane_dagster.experiment_files import load_folder
 
 SHIPPED = ("quickstart", "qwen3_30b_a3b", "qwen3_30b_a3b_deepspeed", "qwen3_30b_a3b_te", "qwen3_4b")
 
@@ -60,6 +61,7 @@ def test_a_broken_file_is_an_asset_that_says_why_and_the_others_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts = {"a": "name: same", "b": "name: same", "bad-one": "name: [", "bad_one": "nme: x", "same": "name: Bad"}
+    texts |= {"a_copy": "name: mine\nseed: 7", "mine": "name: mine"}
     for file, text in texts.items():
         (tmp_path / f"{file}.yaml").write_text(f"{text}\n")
     monkeypatch.setenv("TRIPLANE_EXPERIMENTS", str(tmp_path))
@@ -67,10 +69,12 @@ def test_a_broken_file_is_an_asset_that_says_why_and_the_others_load(
     dg.Definitions.validate_loadable(loaded)
     graph = loaded.resolve_asset_graph()
     broken = {key.path[0]: graph.get(key) for key in graph.get_all_asset_keys() if key.path[1] == "experiment_file"}
-    said = {"b": "both called same", "bad_one": "not YAML", "bad_one_2": "nme", "same_2": "Bad"}
+    said = {"a": "both called same", "b": "both called same", "bad_one": "not YAML", "bad_one_2": "nme", "same": "Bad"}
+    said["a_copy"] = "both called mine"
     assert set(broken) == set(said)
     for group, text in said.items():
         assert text in (broken[group].description or "") and broken[group].group_name == group
         with pytest.raises(ExperimentError, match=text):
             dg.materialize([loaded.resolve_assets_def([group, "experiment_file"])])
-    assert {key.path[1] for key in graph.get_all_asset_keys() if key.path[0] == "same"} == {*ONCE, *PER_ITERATION}
+    assert {key.path[1] for key in graph.get_all_asset_keys() if key.path[0] == "mine"} == {*ONCE, *PER_ITERATION}
+    assert [each.name for each in load_folder(tmp_path).experiments] == ["mine"]
