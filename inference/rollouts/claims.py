@@ -67,7 +67,9 @@ class ClaimOwner:
         lease = Pointer(self._store, f"{self._prefix}/owners/{owner}").current()
         if lease is None:
             return False
-        return lease.value["expires_unix"] > time.time() and not _is_dead(lease.value["process"])
+        left = lease.value["expires_unix"] - time.time()
+        # a machine whose clock is far ahead must not hold groups for that long
+        return 0 < left <= 2 * max(self.lease_s, LEASE_S) and not _is_dead(lease.value["process"])
 
     def _set_lease(self, expires_unix: float) -> None:
         self._lease.advance({"expires_unix": expires_unix, "process": this_process()}, self._renewals)

@@ -6,6 +6,8 @@ import threading
 import time
 from pathlib import Path
 
+import pytest
+
 from contracts.store import LocalStore
 from inference.rollouts.claims import ClaimOwner, clear_claims
 
@@ -116,3 +118,14 @@ def test_cleared_claims_leave_nothing(tmp_path: Path) -> None:
     assert owner(store).claim("g")
     clear_claims(store, "k")
     assert store.list("pointers/") == []
+
+
+def test_a_machine_whose_clock_was_far_ahead_holds_nothing_once_it_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, here = LocalStore(tmp_path), time.time
+    with monkeypatch.context() as there:
+        there.setattr("inference.rollouts.claims.time.time", lambda: here() + 30 * 86400)
+        there.setattr("inference.rollouts.claims.this_process", lambda: {"host": "b", "machine": "b", "pid": 1})
+        assert owner(store).claim("g")
+    assert owner(store).claim("g")
