@@ -10,8 +10,7 @@ import typer
 from contracts.errors import ConfigError
 from contracts.store import open_store
 from triplane_dagster.cli.options import AsJson
-from triplane_dagster.cli.output import print_json, print_rows
-from triplane_dagster.cli.report import write_page
+from triplane_dagster.cli.output import print_json, print_rows, write_page
 
 
 def compare(

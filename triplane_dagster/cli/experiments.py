@@ -10,7 +10,7 @@ import typer
 from contracts.errors import ConfigError
 from contracts.store import Store
 from triplane_dagster.cli.options import AsJson, ExperimentName, Overrides
-from triplane_dagster.cli.output import print_json, print_rows
+from triplane_dagster.cli.output import print_json, print_rows, write_page
 
 if TYPE_CHECKING:
     from resources.experiment import Experiment
@@ -127,7 +127,7 @@ def docs(
     if output is None:
         typer.echo(text, nl=False)
     else:
-        output.write_text(text)
+        write_page(output, text.encode())
 
 
 @app.command()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from contracts.errors import ConfigError
 from contracts.visible import visible, visible_json
 
 Row = Mapping[str, Any]
@@ -63,3 +65,13 @@ def cell(value: Any) -> str:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def write_page(target: Path, page: bytes) -> Path:
+    """Write a page and return its path. Raises ConfigError."""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(page)
+    except OSError as error:
+        raise ConfigError(f"cannot write {target} ({error.strerror}): name another file with --output") from None
+    return target

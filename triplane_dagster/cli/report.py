@@ -8,10 +8,11 @@ from typing import Annotated
 
 import typer
 
-from contracts.errors import ArtifactMissing, ConfigError
+from contracts.errors import ArtifactMissing
 from contracts.store import Store, open_store
 from triplane_dagster.cli.experiments import name_in_store
 from triplane_dagster.cli.options import ExperimentName
+from triplane_dagster.cli.output import write_page
 from triplane_dagster.cli.stale import stale_lines
 
 
@@ -50,16 +51,6 @@ def report(
     typer.echo(page.absolute())
     if show and not webbrowser.open(page.absolute().as_uri()):
         typer.echo("no web browser found: open the file above in one", err=True)
-
-
-def write_page(target: Path, page: bytes) -> Path:
-    """Write a page and return its path. Raises ConfigError."""
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(page)
-    except OSError as error:
-        raise ConfigError(f"cannot write {target} ({error.strerror}): name another file with --output") from None
-    return target
 
 
 def _last(store: Store, experiment: str) -> str:
