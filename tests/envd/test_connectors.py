@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import http.server
+import json
 import sqlite3
 import threading
 import time
@@ -12,6 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from envd.client import ToolCall, ToolResult
 from envd.errors import EnvdError
@@ -21,6 +24,7 @@ from envd.operations.client import ManagedSandbox
 from envd.server import connectors
 from envd.server.toolrunner import run_batch
 from envd.tools import MAX_OUTPUT_BYTES, check_arguments, toolset_named
+from envd.tools.connectors.browse import parsed
 from tests.envd.agents import with_agent
 from tests.envd.gvisors import require_runsc
 from tests.envd.harness import Harness
@@ -72,6 +76,13 @@ def site() -> Iterator[str]:
     web.server_close()
 
 
+PIECES = (
+    *("<a href=b>", "<a href='http://[x'>", "</a>", "<form method=post action='//['>", "</form>", "<select name=s>"),
+    *("<option>", "<option selected value=v>", "</select>", "<textarea name=t>", "</textarea>", "<input name='i\n'>"),
+    *("<button name=i>", "<input type=radio name=i value=1>", "<input type=checkbox checked>", "<img alt='a\nb'>"),
+    *("<![CDATA[", "<![if x]>", "<!DOCTYPE", "<!--", "<script>", "</script>", "<pre>", "</pre>", "<title>", "</title>"),
+    *("&#x110000;", "&lt", "word", " ", "\n", "\0", "<?php", "</", "]]>"),
+)
 RULES = "network: {allow: [{host: 127.0.0.0/8}]}"
 
 
@@ -79,7 +90,7 @@ RULES = "network: {allow: [{host: 127.0.0.0/8}]}"
 def routed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
     rules = tmp_path_factory.mktemp("rules") / "rules"
     rules.write_text(RULES)
-    with LocalEnvd("namespaces", options=["--policy", str(rules)]) as server:
+    with LocalEnvd("namespaces", options=["--policy", str(rules), "--audit-calls"]) as server:
         yield Harness(server.address)
 
 
@@ -173,6 +184,31 @@ def test_a_sandbox_without_python_and_a_call_that_is_too_long_are_told(
     short, long = with_agent(tmp_path / "workspace", job)
     assert short.text == "error: python needs python3 in the sandbox"
     assert long.text == "error: python: the call is too long: put long text into a file"
+
+
+def test_half_a_character_is_one_clear_error(namespaces: Harness) -> None:
+    half = "\ud800"
+    calls = [
+        *(sql(half), sql("select 1", half), sql("select ?", parameters=[half])),
+        *(get(half), get(f"http://a/{half}"), get("http://127.0.0.1:1/", headers={half: half}, body=half)),
+        *(browse("open", url=half), browse("submit", number=1, fields={half: half}), python(half), python("1")),
+    ]
+    files = {"a.db": b"", "a.html": b"<form><input name=a></form>"}
+    found = run(namespaces, browse("open", url="a.html"), *calls, files=files)
+    assert found[0].ok and found[-1].text.endswith("1")
+    for call, each in zip(calls[:-1], found[1:-1], strict=True):
+        assert each.text.startswith("error: ") and "\n" not in each.text and "failed in" not in each.text, call
+
+
+def test_the_trail_of_calls_names_what_connectors_are_asked(routed: Harness) -> None:
+    async def job(sandbox: ManagedSandbox) -> list[tuple[str, str]]:
+        await sandbox.batch([python("1 + 1"), get("http://a.test/x", body="a secret"), browse("back")], timeout_s=20)
+        return [(each.kind, each.detail_json) async for each in sandbox.server.audit(sandbox_id=sandbox.id)]  # type: ignore[attr-defined]
+
+    found = routed.sandbox(job, toolset=ALL)
+    (begun,) = [json.loads(detail) for kind, detail in found if kind == "call.begun" and "calls" in detail]
+    assert begun["calls"] == ["python 1 + 1", "http GET http://a.test/x", "browse back"]
+    assert "secret" not in str(found)
 
 
 # sql
@@ -367,6 +403,40 @@ def test_hostile_pages_end_in_one_clear_text(routed: Harness, site: str) -> None
     assert state == "error: no page is open: use open" and "Tea shop" in again
 
 
+@given(st.text(st.sampled_from("<>!-[]/=\"'&;#ax \n")) | st.lists(st.sampled_from(PIECES)).map("".join))
+@settings(max_examples=300, deadline=None)
+def test_no_markup_is_too_wild_for_the_browser(text: str) -> None:
+    page = parsed({"history": ["http://shop.test/a"], "text": text, "markup": True})
+    assert page.lines and all("\n" not in line for line in page.lines)
+    for form in page.forms:
+        assert isinstance(form.filled({}), str)
+
+
+@pytest.mark.parametrize("piece", ["<b>x</b>", "<pre></i>", "<option>x", "<input name=a type=radio value=1>", "<form>"])
+def test_a_page_of_one_thing_a_million_times_is_read_in_linear_time(piece: str) -> None:
+    def seconds(count: int) -> float:
+        started = time.process_time()
+        parsed({"history": ["http://shop.test/"], "text": piece * count, "markup": True})
+        return time.process_time() - started
+
+    assert seconds(40_000) < 40 * max(seconds(4_000), 0.01)
+
+
+def test_a_malformed_page_is_shown_up_to_where_it_is(namespaces: Harness) -> None:
+    page = b"<p>before</p><a href='http://[x'>odd</a><![wild[ <p>after</p>"
+    shown, odd = texts(namespaces, browse("open", url="a.html"), browse("follow", number=1), files={"a.html": page})
+    assert shown.startswith("file:///a.html\n1: before\n2: [1] odd") and odd.startswith("error: ")
+
+
+def test_a_page_that_takes_too_long_to_read_ends_at_the_deadline_and_another_opens(namespaces: Harness) -> None:
+    files = {"slow.html": b"<!--" * 260_000, "a.txt": b"text\n"}
+    slow, other = run(
+        namespaces, browse("open", url="slow.html"), browse("open", url="a.txt"), files=files, timeout_s=3
+    )
+    assert (slow.timed_out, slow.text) == (True, "timed out after 3 s")
+    assert other.text == "file:///a.txt\n1: text"
+
+
 # python
 
 
@@ -390,6 +460,13 @@ def test_python_keeps_variables_and_shows_output_value_and_errors(anywhere: Harn
     assert 'File "<call 4>", line 2, in f\n    return 1 / 0' in wrong.text and "<string>" not in wrong.text
     assert syntax.text.endswith("SyntaxError: invalid syntax") and left.text.endswith("SystemExit: 3")
     assert "shadowed" in shadowed.text
+
+
+def test_python_is_the_one_that_commands_run(anywhere: Harness) -> None:
+    code = "import sys; print(sys.prefix, sys.path[1:])"
+    command = ToolCall("exec", {"command": f"python3 -c '{code}'"})
+    shell, tool = texts(anywhere, command, python(code))
+    assert shell == f"{tool}\nexit 0"
 
 
 def test_a_deadline_interrupts_and_keeps_variables_if_the_code_lets_it(namespaces: Harness) -> None:

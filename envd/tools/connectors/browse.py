@@ -17,6 +17,8 @@ from envd.tools.connectors.web import BODY, fetch, plain_opener
 
 LINES = 200
 """Lines of a page that one call shows."""
+WIDTH = 1000
+"""Characters after which a line is broken at the next tag."""
 HISTORY = 50
 SILENT = {"script", "style", "template", "noscript", "svg"}
 INLINE = re.compile(
@@ -33,6 +35,13 @@ class Field:
 
     def __init__(self, value: str, options: list[str] | None = None, *, switch: bool = False) -> None:
         self.value, self.options, self.switch = value, options, switch
+
+    def add(self, value: str, *, chosen: bool) -> None:
+        """Add one of the values that it may have."""
+        self.options = self.options or []
+        self.options.append(value)
+        if chosen:
+            self.value = value
 
 
 class Form:
@@ -68,7 +77,7 @@ class Page(html.parser.HTMLParser):
         self.links: list[str] = []
         self.forms: list[Form] = [Form(url, "get")]
         """The first has the fields that are in no form."""
-        self._within: list[str] = []
+        self._within = ""
         self._list, self._area, self._unnamed, self._selected = Field(""), Field(""), False, False
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -77,16 +86,16 @@ class Page(html.parser.HTMLParser):
         self._unnamed = False
         if not INLINE.fullmatch(tag):
             self._break()
-        if tag in SILENT or tag in ("pre", "title", "textarea"):
-            self._within.append(tag)
+        if self._within not in SILENT and (tag in SILENT or tag in ("pre", "title", "textarea")):
+            self._within = tag
         if tag == "a" and "href" in values:
-            self.links.append(urljoin(self.url, values["href"].strip()))
+            self.links.append(self._target(values["href"]))
             self._add(f"[{len(self.links)}] ")
         elif tag == "img":
             self._add(values.get("alt", ""))
         elif tag == "form":
             self._add(f"(form {len(self.forms)})")
-            self.forms.append(Form(urljoin(self.url, values.get("action", "")), values.get("method", "get").lower()))
+            self.forms.append(Form(self._target(values.get("action", "")), values.get("method", "get").lower()))
             self._break()
         elif tag == "option":
             self._selected, self._unnamed = "selected" in values, "value" not in values
@@ -94,6 +103,12 @@ class Page(html.parser.HTMLParser):
                 self._option(values["value"])
         elif tag in ("input", "textarea", "select", "button"):
             self._control(tag, values)
+
+    def _target(self, reference: str) -> str:
+        try:
+            return urljoin(self.url, reference.strip())
+        except ValueError:
+            return reference
 
     def _control(self, tag: str, values: dict[str, str]) -> None:
         form, name, value = self.forms[-1], values.get("name", ""), values.get("value", "")
@@ -109,42 +124,42 @@ class Page(html.parser.HTMLParser):
             field = form.fields.setdefault(name, Field("", [], switch=True))
             on = "checked" in values or (kind in ("submit", "image") and not form.sent_by)
             form.sent_by |= kind in ("submit", "image")
-            field.options = [*(field.options or []), value or "on"]
-            field.value = field.options[-1] if on else field.value
+            field.add(value or "on", chosen=on)
         else:
             form.fields[name] = {"select": self._list, "textarea": self._area}.get(tag) or Field(value)
 
     def _option(self, value: str) -> None:
         self._add(f"<option {value}> ")
-        if self._selected or not self._list.options:
-            self._list.value = value
-        self._list.options = [*(self._list.options or []), value]
+        self._list.add(value, chosen=self._selected or not self._list.options)
 
     def handle_endtag(self, tag: str) -> None:
         """See HTMLParser."""
         self._unnamed = False
-        if tag in self._within:
-            del self._within[self._within.index(tag) :]
+        if tag == self._within:
+            self._within = ""
         if not INLINE.fullmatch(tag):
             self._break()
 
     def handle_data(self, data: str) -> None:
         """See HTMLParser."""
-        within, words = self._within[-1] if self._within else "", re.sub(r"\s+", " ", data)
+        within, words = self._within, " ".join(data.split())
         if within == "title":
-            self.title += words
+            self.title = f"{self.title} {words}".strip()
         elif within == "textarea":
             self._area.value = data
-            self._add(words)
+            self._add(data)
         elif within == "pre":
             self.lines[-1:] = [each.rstrip() for each in (self.lines[-1] + data).split("\n")]
-        elif self._unnamed and words.strip():
-            self._option(words.strip())
+        elif self._unnamed and words:
+            self._option(words)
             self._unnamed = False
         elif within not in SILENT:
-            self._add(words)
+            self._add(data)
 
     def _add(self, text: str) -> None:
+        text = re.sub(r"\s+", " ", text)
+        if len(self.lines[-1]) > WIDTH:
+            self.lines.append("")
         self.lines[-1] += text.lstrip() if not self.lines[-1] or self.lines[-1].endswith(" ") else text
 
     def _break(self) -> None:
@@ -171,7 +186,7 @@ def _run(state: State, arguments: Arguments, action: str, number: int) -> Answer
         return _shown(_go(history[:-2], history[-2]))
     if action == "show":
         return _shown(state, number)
-    page = _page(state)
+    page = parsed(state)
     if action == "follow":
         if number > len(page.links):
             raise Refused(f"the page has {len(page.links)} links")
@@ -223,29 +238,33 @@ def _state() -> State:
     """State that an earlier call stored; an empty one if there is none, or if it was damaged."""
     try:
         state: State = json.loads(kept("browser").read_text())
-        _page({**state, "text": ""})
+        parsed({**state, "text": ""})
     except (OSError, ValueError, TypeError, KeyError, IndexError, AttributeError):
         return {"history": []}
     return state
 
 
-def _page(state: State) -> Page:
+def parsed(state: State) -> Page:
+    """Page that the state shows."""
     page = Page(state["history"][-1])
-    if state["markup"]:
+    if not state["markup"]:
+        page.lines = state["text"].split("\n")
+        return page
+    try:
         page.feed(state["text"])
         page.close()
-    else:
-        page.lines = state["text"].split("\n")
+    except AssertionError as error:  # html.parser raises it for some declarations
+        page.lines.append(f"[the rest of the page is malformed: {error}]")
     return page
 
 
 def _shown(state: State, first: int = 1) -> Answer:
-    page = _page(state)
+    page = parsed(state)
     count = len(page.lines) - (len(page.lines) > 1 and not page.lines[-1].strip())
     if first > count:
         raise Refused(f"the page has {count} lines")
     last = min(first + LINES - 1, count)
-    head = [state["history"][-1], state["status"], page.title.strip()]
+    head = [state["history"][-1], state["status"], page.title]
     lines = [f"{number}: {page.lines[number - 1].rstrip()}" for number in range(first, last + 1)]
     shown = Answer("\n".join([*filter(None, head), *lines]) + "\n")
     left = f"lines {first} to {last} of {count}" if count > LINES else ""

@@ -68,7 +68,8 @@ def _started(address: str, source: str, deadline: float) -> socket.socket:
         if connection is not None:
             return connection
         time.sleep(0.005)
-    raise Refused(f"the interpreter did not start (exit {started.poll()})")
+    code = started.poll()
+    raise Refused("the interpreter has not started in time" if code is None else f"the interpreter ended with {code}")
 
 
 def _follow(connection: socket.socket, reading: int, answer: Answer, deadline: float, timeout_s: float) -> None:
