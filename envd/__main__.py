@@ -44,6 +44,14 @@ _COMMANDS = {
     "top": ("envd.operations.top", "run_top", "a live table of a server's sandboxes"),
     "audit": ("envd.operations.audit_check", "run_audit_check", "check the signatures of an audit log"),
     "policy": ("envd.rules_check", "run_check", "check a file of sandbox rules"),
+    "pause": ("envd.operations.states", "pause", "stop a sandbox's processes where they stand"),
+    "resume": ("envd.operations.states", "resume", "continue a sandbox after pause or hibernate"),
+    "hibernate": ("envd.operations.states", "hibernate", "store a sandbox's state and end its processes"),
+    "fork": ("envd.operations.states", "fork", "make an independent copy of a sandbox"),
+    "snapshot": ("envd.operations.states", "snapshot", "store a sandbox's state for restore"),
+    "restore": ("envd.operations.states", "restore", "start a sandbox from a snapshot"),
+    "delete-snapshot": ("envd.operations.states", "delete_snapshot", "remove a snapshot"),
+    "migrate": ("envd.operations.states", "migrate", "move a sandbox to another server"),
 }
 """Commands that parse their own arguments: module, function (arguments -> exit code), help."""
 

@@ -26,7 +26,7 @@ from envd.local import LocalEnvd
 from envd.mcp.http import Gate
 from envd.mcp.server import make_server
 from envd.mcp.sessions import Sessions
-from envd.tools.schemas import DEFAULT_TOOLSET, TOOLSETS
+from envd.tools.schemas import DEFAULT_TOOLSET, toolset_named
 from envd.types import Limits
 
 _HELP = """\
@@ -63,7 +63,12 @@ def _parser() -> argparse.ArgumentParser:
     add_access(add)
     add("--backend", default="auto", help="backend of a private server (default auto)")
     add("--files", type=Path, metavar="DIR", help="workspaces begin as a copy of this directory (default: empty)")
-    add("--toolset", choices=sorted(TOOLSETS), default=DEFAULT_TOOLSET, help="tools of a sandbox (default default)")
+    add(
+        "--toolset",
+        default=DEFAULT_TOOLSET,
+        metavar="NAME",
+        help="tools of a sandbox, such as files+sql (default default)",
+    )
     add("--http", metavar="HOST:PORT", help="serve streamable HTTP instead of standard streams")
     add(
         "--http-keys",
@@ -81,6 +86,7 @@ def _parser() -> argparse.ArgumentParser:
 async def _serve(arguments: argparse.Namespace) -> None:
     if not (0 < arguments.timeout <= 3600 and arguments.idle > 0 and arguments.lifetime > 0):
         raise EnvdError("--timeout must be above 0 and at most 3600, --idle and --lifetime above 0")
+    toolset_named(arguments.toolset)
     files = {} if arguments.files is None else await asyncio.to_thread(_files, arguments.files)
     listening = None if arguments.http is None else _listening(arguments)
     access = access_of(arguments)

@@ -10,6 +10,7 @@ async with OperationsClient(address) as client:
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Any, cast
@@ -28,6 +29,7 @@ from envd.types import Export, Handle, Limits, SandboxStatus
 
 MOVE_S = 600.0
 """How long a change of state may take: memory is written, sent and read."""
+_ANSWER_S = 5.0
 
 
 class OperationsClient(SandboxClient):
@@ -50,6 +52,16 @@ class OperationsClient(SandboxClient):
     async def info(self) -> pb.InfoReply:
         """What the server is: its backends, whether they isolate, how many sandboxes live."""
         return cast(pb.InfoReply, await self.ask("operations.Info", pb.InfoRequest()))
+
+    async def reached(self) -> pb.InfoReply:
+        """`info`, for a command: raises EnvdError if no server answers within 5 s."""
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                return await self.info()
+        except TimeoutError:
+            raise EnvdError(
+                f"no server answers at {self.address}: start one with `python -m envd serve --listen {self.address}`"
+            ) from None
 
     async def create_many(
         self, template: str, count: int, *, idempotency_key: str | None = None, **options: Any

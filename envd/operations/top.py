@@ -29,8 +29,6 @@ _MOST_ROWS = 500
 _COLUMNS = {"ID": 8, "STATE": 10, "BACKEND": 10, "AGE": 6, "EXPIRES": 7, "MEMORY": 7, "PIDS": 4, "CPU%": 4}
 """With their widths; labels get what is left."""
 _PIPE_WIDTH = 160
-_ANSWER_S = 5.0
-"""How long a server may take to answer the first time."""
 _Row = tuple[SandboxStatus, float]
 """A sandbox and its use of the processor since the last look, in percent of a core."""
 _SORTS: dict[str, Callable[[_Row], object]] = {
@@ -81,7 +79,7 @@ async def _top(arguments: argparse.Namespace) -> None:
     console = Console() if sys.stdout.isatty() else Console(width=_PIPE_WIDTH)
     async with OperationsClient(arguments.address, access) as client:
         watch = _Watch(client, labels, _SORTS[arguments.sort])
-        info = await _first(client, arguments.address)
+        info = await client.reached()
         if arguments.once or arguments.json:
             while True:
                 rows = await watch.look()
@@ -97,16 +95,6 @@ async def _top(arguments: argparse.Namespace) -> None:
                 rows = await watch.look()
                 live.update(_screen(info, rows, console.size.height), refresh=True)
                 await asyncio.sleep(arguments.interval)
-
-
-async def _first(client: OperationsClient, address: str) -> pb.InfoReply:
-    try:
-        async with asyncio.timeout(_ANSWER_S):
-            return await client.info()
-    except TimeoutError:
-        raise EnvdError(
-            f"no server answers at {address}: start one with `python -m envd serve --listen {address}`"
-        ) from None
 
 
 class _Watch:

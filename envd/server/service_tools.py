@@ -18,13 +18,14 @@ from envd.server.calls import Context, Service, unary
 from envd.server.live import Live
 from envd.server.toolrunner import SHELL_DIED, run_batch
 from envd.tools import toolset_named
+from envd.tools.schemas import CONNECTORS
 from envd.types import ToolCall, ToolResult
 
 MAX_TIMEOUT_S = 3600.0
 MAX_CALLS = 256
 """Maximum number of calls of one batch that are run."""
 _SURPLUS = f"error: not run: a turn may hold at most {MAX_CALLS} calls"
-_SIGNS = frozenset({"exec", "write", "edit", "search", "lint"})
+_SIGNS = frozenset({"exec", "write", "edit", "search", "lint", *CONNECTORS})
 """Tools whose failure may be caused by a limit."""
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from contracts.visible import visible
 from envd.errors import EnvdError
 from envd.guest.link import GuestLink, ShellResult
+from envd.server.connectors import GRACE_S, run_connector
 from envd.server.linting import lint
 from envd.server.semantic import semantic_search
 from envd.server.textsearch import search_text
@@ -35,7 +36,7 @@ from envd.tools.files import (
 )
 from envd.tools.output import MAX_OUTPUT_BYTES, Output
 from envd.tools.paths import relative
-from envd.tools.schemas import check_arguments
+from envd.tools.schemas import CONNECTORS, check_arguments
 from envd.types import ToolCall, ToolResult
 
 SHELL_DIED = "; shell restarted"
@@ -83,7 +84,7 @@ async def _together(guest: GuestLink, calls: Sequence[ToolCall], timeout_s: floa
 async def _one(guest: GuestLink, call: ToolCall, timeout_s: float) -> ToolResult:
     started = time.monotonic()
     try:
-        async with asyncio.timeout(timeout_s):
+        async with asyncio.timeout(timeout_s + (GRACE_S if call.name == "python" else 0)):
             result = await _drive(guest, call, timeout_s)
     except TimeoutError:
         text = f"timed out after {timeout_s:g} s"
@@ -99,7 +100,7 @@ async def _one(guest: GuestLink, call: ToolCall, timeout_s: float) -> ToolResult
 async def _drive(guest: GuestLink, call: ToolCall, timeout_s: float) -> ToolResult:
     if call.name == "exec" and check_arguments(call.name, call.arguments) is None:
         os.fsencode(call.arguments["command"])
-    if call.name in _SANDBOX_TOOLS and check_arguments(call.name, call.arguments) is None:
+    if call.name in (_SANDBOX_TOOLS | CONNECTORS) and check_arguments(call.name, call.arguments) is None:
         return await _in_sandbox(guest, call, timeout_s)
     steps = tool_steps(call)
     need = _advance(steps, None)
@@ -116,10 +117,12 @@ async def _drive(guest: GuestLink, call: ToolCall, timeout_s: float) -> ToolResu
 
 
 async def _in_sandbox(guest: GuestLink, call: ToolCall, timeout_s: float) -> ToolResult:
-    """Run a tool of _SANDBOX_TOOLS, which a local directory does not offer."""
+    """Run a connector or a tool of _SANDBOX_TOOLS, which a local directory does not offer."""
     path = call.arguments.get("path", ".")
     output = Output()
     try:
+        if call.name in CONNECTORS:
+            return await run_connector(guest, call, timeout_s)
         output.feed((await _SANDBOX_TOOLS[call.name](guest, call, timeout_s)).encode("utf-8", "surrogateescape"))
     except TimeoutError:
         raise

@@ -1,7 +1,7 @@
 """Tools and toolsets: the one declaration that prompts, `Schemas`, MCP listings and argument checks follow.
 
-A new tool is a `_spec` here, the toolsets that offer it, and the function that runs it (`envd.tools.files`, or
-`envd.server.toolrunner` for one that needs a sandbox).
+A new tool is a `_spec` here, the toolsets that offer it, and the function that runs it (`envd.tools.files`,
+`envd.server.toolrunner` for one that needs a sandbox, or a module of `envd.tools.connectors` for a connector).
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ MAX_NESTING = 32
 """Deepest nesting of lists and objects in a call's arguments."""
 _STRING = {"type": "string"}
 _INTEGER = {"type": "integer"}
+_BOOLEAN = {"type": "boolean"}
+_TEXTS = {"type": "object", "additionalProperties": _STRING}
 _WORDS = {
     "string": "a string",
     "integer": "an integer",
@@ -87,6 +89,10 @@ def _spec(name: str, description: str, required: list[str], **properties: Mappin
     return ToolSpec(name, description, schema)
 
 
+def _within(least: int, most: int) -> Mapping[str, Any]:
+    return {"type": "integer", "minimum": least, "maximum": most}
+
+
 TOOLS: dict[str, ToolSpec] = {
     spec.name: spec
     for spec in (
@@ -141,7 +147,52 @@ _ANSWER = _spec(
     ["answer"],
     answer={},
 )
-ALL_TOOLS: dict[str, ToolSpec] = TOOLS | EXTRA_TOOLS | {SUBMIT_ANSWER: _ANSWER}
+CONNECTORS: dict[str, ToolSpec] = {
+    spec.name: spec
+    for spec in (
+        _spec(
+            "sql",
+            "Run one SQL statement on an SQLite file. Without `write` it may only read.",
+            ["path", "query"],
+            path=_STRING,
+            query=_STRING,
+            parameters={"type": "array", "items": {"type": ["string", "number", "null"]}, "maxItems": 100},
+            rows=_within(1, 1000),
+            write=_BOOLEAN,
+        ),
+        _spec(
+            "http",
+            "Send one HTTP request. Redirects are shown, not followed.",
+            ["method", "url"],
+            method={"enum": ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]},
+            url=_STRING,
+            headers=_TEXTS,
+            body=_STRING,
+        ),
+        _spec(
+            "browse",
+            "Use a text browser without JavaScript. `open` needs `url` (or a file's path), `follow` the `number` of a"
+            " link, `submit` the `number` of a form and its `fields` by name, `show` another first line as `number`.",
+            ["action"],
+            action={"enum": ["open", "follow", "submit", "show", "back"]},
+            url=_STRING,
+            number=_within(1, 99_999),
+            fields=_TEXTS,
+        ),
+        _spec(
+            "python",
+            "Run Python code in an interpreter that keeps its variables between calls; shows what it prints and the"
+            " last expression's value.",
+            ["code"],
+            code=_STRING,
+            timeout_s=_within(1, 3600),
+        ),
+    )
+}
+"""Tools that a toolset offers where its name adds them: `files+sql` has those of `files` and `sql`."""
+_BROWSING = {"open": "url", "follow": "number", "submit": "number"}
+"""Argument that an action of `browse` needs."""
+ALL_TOOLS: dict[str, ToolSpec] = TOOLS | EXTRA_TOOLS | {SUBMIT_ANSWER: _ANSWER} | CONNECTORS
 """Tools of all toolsets."""
 
 
@@ -174,15 +225,24 @@ TOOLSETS: dict[str, Toolset] = {
         _toolset("answer", *TOOLS, SUBMIT_ANSWER),
     )
 }
-"""Toolsets that tasks and sandboxes can name."""
+"""Toolsets that tasks and sandboxes can name, alone or with connectors."""
 
 
+@functools.lru_cache(maxsize=256)
 def toolset_named(name: str) -> Toolset:
-    """Toolset of this name; empty: the default. Raises EnvdError."""
-    found = TOOLSETS.get(name or DEFAULT_TOOLSET)
-    if found is None:
-        raise EnvdError(f"no toolset {name[:40]!r}: use one of {', '.join(TOOLSETS)}")
-    return found
+    """Toolset of this name, such as `files` or `files+sql+http`; empty: the default. Raises EnvdError."""
+    base, *added = (name or DEFAULT_TOOLSET).split("+")
+    if base not in TOOLSETS:
+        raise EnvdError(f"no toolset {base[:40]!r}: use one of {', '.join(TOOLSETS)}")
+    for each in added:
+        if each not in CONNECTORS or added.count(each) > 1:
+            raise EnvdError(f"toolset {name[:40]!r}: after +, name each of {', '.join(CONNECTORS)} at most once")
+    found = TOOLSETS[base]
+    return (
+        Toolset(name, {**found.listed, **{each: CONNECTORS[each] for each in added}}, found.unlisted)
+        if added
+        else found
+    )
 
 
 def check_arguments(name: str, arguments: Mapping[str, Any]) -> str | None:
@@ -194,6 +254,8 @@ def check_arguments(name: str, arguments: Mapping[str, Any]) -> str | None:
         return f"error: {name}: {wrong}"
     if name == "exec" and not abs(arguments.get("timeout_s", 0)) <= MAX_TIMEOUT_S:
         return f"error: exec: timeout_s must be at most {MAX_TIMEOUT_S}"
+    if name == "browse" and (needed := _BROWSING.get(arguments["action"])) and needed not in arguments:
+        return f"error: browse: {arguments['action']} needs {needed}"
     if name == "edit" and ("line" in arguments) == ("old" in arguments):
         return "error: edit: give either line or old"
     return None

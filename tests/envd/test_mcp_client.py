@@ -97,6 +97,9 @@ def test_a_toolset_is_what_is_listed_and_what_may_be_called(namespaces: Harness)
             assert [tool.name for tool in (await client.list_tools()).tools] == list(toolset_named("answer").tools)
             assert await said(client, "submit_answer", answer={"rows": [[1, 2.5]]}) == (True, "submitted")
             assert await said(client, "lint") == (False, "error: no such tool: lint")
+        async with over_stdio("--address", namespaces.address, "--toolset", "files+python") as client:
+            assert [tool.name for tool in (await client.list_tools()).tools][-1] == "python"
+            assert [(await said(client, "python", code=code))[1] for code in ("x = 2", "x + 1")] == ["", "3"]
 
     asyncio.run(job())
 

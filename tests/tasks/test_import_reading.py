@@ -36,6 +36,7 @@ from curation.tasks.importing.splits import deal, parse_shares
 from curation.tasks.importing.suite import read_source
 from curation.tasks.importing.trees import commit_tree, folder_tree, patched_tree, tree_patch
 from curation.tasks.inspect import task_text
+from envd.errors import EnvdError
 
 
 def test_a_folder_hides_its_hidden_files_its_reference_and_its_task_file(tmp_path: Path) -> None:
@@ -51,6 +52,19 @@ def test_a_folder_hides_its_hidden_files_its_reference_and_its_task_file(tmp_pat
     assert (task.tests, task.task_id, task.meta["path"]) == ((ADD, DOUBLE), "adds", "src/pack/calc.py")
 
 
+def test_an_import_names_the_toolset_of_tasks_that_name_none(tmp_path: Path, clones: tuple[Path, str]) -> None:
+    about = f"instruction: x\ntests: [{ADD!r}]\nreference: fix.patch\n"
+    folder_task(tmp_path / "tasks/adds", about)
+    folder_task(tmp_path / "tasks/bound", f"{about}toolset: files\n")
+    rows = rows_file(tmp_path / "rows.jsonl", [row(clones[1])])
+    found = {task.task_id: task.toolset for task in read_source(tmp_path / "tasks", toolset="default+sql").tasks}
+    assert found == {"adds": "default+sql", "bound": "files"}
+    assert [each.toolset for each in read_source(rows, clones[0], "default+sql").tasks] == ["default+sql"]
+    assert [each.toolset for each in read_source(rows, clones[0], "default").tasks] == [""]
+    with pytest.raises(EnvdError, match="after \\+, name each of sql"):
+        read_source(rows, clones[0], "default+fly")
+
+
 def test_deliverables_are_read_from_both_formats_by_either_key(tmp_path: Path, clones: tuple[Path, str]) -> None:
     about = f"instruction: x\ntests: [{ADD!r}]\nreference: fix.patch\ndeliverables: [src/, '*.md']\n"
     folder_task(tmp_path / "adds", about)
@@ -59,7 +73,7 @@ def test_deliverables_are_read_from_both_formats_by_either_key(tmp_path: Path, c
         assert [task.deliverables for task in reading.tasks] == [("src/", "*.md")]
 
 
-@pytest.mark.parametrize(("named", "stored"), [("files", "files"), ("default", "")])
+@pytest.mark.parametrize(("named", "stored"), [("files", "files"), ("default", ""), ("files+sql", "files+sql")])
 def test_a_task_file_names_the_toolset(named: str, stored: str, tmp_path: Path) -> None:
     about = f"instruction: x\ntests: [{ADD!r}]\nreference: fix.patch\ntoolset: {named}\n"
     folder_task(tmp_path / "adds", about)

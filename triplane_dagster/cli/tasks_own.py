@@ -37,6 +37,9 @@ def import_tasks(
         Path | None,
         typer.Option(help="Folder of the clones that a .jsonl file names; default: the folder of the file."),
     ] = None,
+    toolset: Annotated[
+        str, typer.Option(help="Tools of the agent in tasks that name none, such as default+sql (docs/sandboxes.md).")
+    ] = "",
     split: Shares = None,
     experiment: SandboxesOf = "quickstart",
     as_json: AsJson = False,
@@ -57,7 +60,7 @@ def import_tasks(
     from resources.sandboxes import SandboxesResource
     from triplane_dagster.cli.bars import Bars
 
-    shares, reading = parse_shares(split or []), read_source(source, repos)
+    shares, reading = parse_shares(split or []), read_source(source, repos, toolset)
     wanted, sandboxes = find_experiment(experiment), SandboxesResource()
 
     async def make(bars: Bars) -> Artifact:

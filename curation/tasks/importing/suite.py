@@ -22,12 +22,23 @@ from curation.tasks.importing.splits import DEFAULT_SHARES, deal
 from curation.tasks.importing.swebench import read_rows
 from curation.tasks.validate import Progress, ValidationReport, validate_tasks
 from envd.client import SandboxClient
+from envd.tools import DEFAULT_TOOLSET, toolset_named
 
 IMPORT_SUITE_VERSION = "4"
 
 
-def read_source(source: Path, repos: Path | None = None) -> Reading:
-    """The tasks of a folder or a JSONL file. repos: clones for the latter, by default beside it. Raises TaskError."""
+def read_source(source: Path, repos: Path | None = None, toolset: str = "") -> Reading:
+    """The tasks of a folder or a JSONL file.
+
+    repos: clones for the latter, by default beside it. toolset: of tasks that name none. Raises TaskError, EnvdError.
+    """
+    wanted, reading = toolset_named(toolset).name, _read(source, repos)
+    if wanted != DEFAULT_TOOLSET:
+        reading.tasks[:] = [dataclasses.replace(each, toolset=each.toolset or wanted) for each in reading.tasks]
+    return reading
+
+
+def _read(source: Path, repos: Path | None) -> Reading:
     if source.is_dir():
         return read_harbor(source) if is_harbor(source) else read_folder(source)
     if source.is_file():

@@ -26,7 +26,7 @@ _PLAIN = ("path", "source", "target", "pattern", "recursive", "process", "signal
 """Fields recorded of any request that has them."""
 _COUNTED = ("tests", "files", "requests", "sandbox_ids", "hidden_files")
 _MEASURED = ("data", "diff")
-_TOLD = ("command", "path", "pattern", "query")
+_TOLD = ("command", "path", "pattern", "query", "method", "action", "url", "code")
 """Arguments of tool calls that are recorded."""
 _STREAMS = frozenset({"Processes/Connect", "Files/Watch", "Files/Download", "Operations/Audit"})
 _RUNS = frozenset({"Processes/Start", "Verifier/Verify"})
@@ -116,7 +116,7 @@ def _share(count: int) -> int:
 
 
 def _runs_code(request: Any) -> bool:
-    return request is not None and any(call.name == "exec" for call in request.calls)
+    return request is not None and any(call.name in ("exec", "python") for call in request.calls)
 
 
 def _sandbox(request: Any) -> str:
