@@ -41,3 +41,7 @@ class RequestRefused(CurationError):
 
 class MixtureError(CurationError):
     """A source of a mixture has a row that can't be trained on, or none that can."""
+
+
+class PipelineError(CurationError):
+    """A data pipeline's settings, input or functions can't be used."""
