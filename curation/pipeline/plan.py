@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from contracts.digests import action_key
+from contracts.digests import action_key, digest_of, file_sha256
 from curation.errors import PipelineError
 from curation.pipeline.config import (
     DATA_VERSION,
@@ -27,9 +27,9 @@ from curation.pipeline.config import (
 )
 from curation.pipeline.databases import database_digest, database_files
 from curation.pipeline.requests import after_request_stage
-from curation.pipeline.rows import Step, after_row_stage, function_digest
+from curation.pipeline.rows import Step, after_row_stage, function_files
 from curation.pipeline.selections import check_selection
-from curation.pipeline.sources import Reader, open_source, source_digest, source_files, source_slice
+from curation.pipeline.sources import Reader, Unchanged, open_source, source_digest, source_files, source_slice
 
 DATA, ROWS, KEPT_ROWS = "data", "data_rows", "data_kept"
 """Kinds of artifacts: a pipeline's result, rows before a selection, and the numbers of the rows that it keeps."""
@@ -46,6 +46,8 @@ class Segment:
     """Settings of everything up to the end of the segment."""
     inputs: dict[str, str]
     """Digests of everything read up to there, by role."""
+    files: tuple[Path, ...]
+    """Files that its stages, and the first segment's source, are in."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +60,8 @@ class Plan:
     reader: Reader
     segments: tuple[Segment, ...]
     """In order; the last one makes the result."""
-    files: tuple[Path, ...]
-    """Files that must not change while the pipeline runs."""
+    unchanged: Unchanged
+    """Knows the files that the segments read."""
 
     @property
     def workers(self) -> int:
@@ -93,25 +95,29 @@ def plan_pipeline(pipeline: Pipeline, folder: Path) -> Plan:
         if not schema.names:
             raise PipelineError(f"{step.place}.drop: no column is left: keep at least one")
         steps.append(Step(number, stage, pipeline.key, step.before, schema))
-    joins = [stage.database for stage in pipeline.stages if isinstance(stage, JoinStage)]
-    files = [*source_files(pipeline.source, folder), *(path for each in joins for path in database_files(each, folder))]
-    return Plan(pipeline, folder, reader, tuple(_segments(pipeline, folder, steps)), tuple(files))
+    files = {step.number: _files(step, folder) for step in steps} | {-1: source_files(pipeline.source, folder)}
+    unchanged = Unchanged([path for each in files.values() for path in each])
+    return Plan(pipeline, folder, reader, tuple(_segments(pipeline, folder, steps, files)), unchanged)
 
 
-def _segments(pipeline: Pipeline, folder: Path, steps: list[Step]) -> list[Segment]:
+def _segments(pipeline: Pipeline, folder: Path, steps: list[Step], files: dict[int, list[Path]]) -> list[Segment]:
     inputs, config = {"source": source_digest(pipeline.source, folder)}, source_slice(pipeline)
     found, done, pending = list[Segment](), list[dict[str, Any]](), list[Step]()
 
     def add(kind: str, own: list[Step], **more: Any) -> None:
         settings = {**config, "stages": [*done], **more}
-        found.append(Segment(kind, action_key(kind, inputs, settings, DATA_VERSION), tuple(own), settings, {**inputs}))
+        read = tuple(
+            path for each in [*([] if found else [-1]), *(step.number for step in own)] for path in files[each]
+        )
+        key = action_key(kind, inputs, settings, DATA_VERSION)
+        found.append(Segment(kind, key, tuple(own), settings, {**inputs}, read))
 
     for step in steps:
         if step.stage.selects:
             add(ROWS, pending)
             pending = []
         done.append(step.stage.slice)
-        inputs |= _digests(step, folder)
+        inputs |= _digests(step, folder, files[step.number])
         if step.stage.selects:
             add(KEPT_ROWS, [step])
         else:
@@ -120,15 +126,22 @@ def _segments(pipeline: Pipeline, folder: Path, steps: list[Step]) -> list[Segme
     return found
 
 
-def _digests(step: Step, folder: Path) -> dict[str, str]:
-    """What a stage reads beside the rows."""
+def _files(step: Step, folder: Path) -> list[Path]:
+    """Files that a stage reads, or whose functions it calls."""
     if isinstance(step.stage, MapStage):
-        return {f"{step.number} map": function_digest(step.stage, folder, step.place)}
-    if isinstance(step.stage, JoinStage):
-        try:
+        return function_files(step.stage, folder, step.place)
+    return database_files(step.stage.database, folder) if isinstance(step.stage, JoinStage) else []
+
+
+def _digests(step: Step, folder: Path, files: list[Path]) -> dict[str, str]:
+    """What a stage reads beside the rows."""
+    try:
+        if isinstance(step.stage, MapStage):
+            return {f"{step.number} map": digest_of([file_sha256(path) for path in files])}
+        if isinstance(step.stage, JoinStage):
             return {f"{step.number} join": database_digest(step.stage.database, folder)}
-        except OSError as error:
-            raise PipelineError(
-                f"{step.place}.database: {error.filename} can't be read ({error.strerror}): correct the path"
-            ) from None
-    return {}
+        return {}
+    except OSError as error:
+        raise PipelineError(
+            f"{step.place}.database: {error.filename} can't be read ({error.strerror}): correct the path"
+        ) from None

@@ -20,7 +20,6 @@ from typing import Any
 import duckdb
 import pyarrow as pa
 
-from contracts.digests import digest_of, file_sha256
 from curation.errors import PipelineError
 from curation.pipeline.config import MapStage, SampleStage, SqlStage, Stage, WhereStage
 from curation.pipeline.schemas import plain, require_columns, schema_of, set_columns, with_columns
@@ -156,11 +155,10 @@ def load_function(stage: MapStage, folder: Path, place: str) -> Callable[..., An
     return found
 
 
-def function_digest(stage: MapStage, folder: Path, place: str) -> str:
-    """Digest of the file that holds a stage's function."""
-    module = sys.modules[load_function(stage, folder, place).__module__]
-    file = getattr(module, "__file__", None)
-    return file_sha256(Path(file)) if file else digest_of(stage.function)
+def function_files(stage: MapStage, folder: Path, place: str) -> list[Path]:
+    """File that holds a stage's function; none for a built-in one."""
+    file = getattr(sys.modules[load_function(stage, folder, place).__module__], "__file__", None)
+    return [Path(file)] if file else []
 
 
 def work_of(step: Step, folder: Path) -> Work:

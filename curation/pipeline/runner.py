@@ -31,7 +31,7 @@ from curation.pipeline.plan import DATA, KEPT_ROWS, Plan, Segment
 from curation.pipeline.requests import AskWork, JoinWork, RequestWork
 from curation.pipeline.rows import Step, Tally, counted
 from curation.pipeline.selections import KEPT, REASONS, Kept, Selection
-from curation.pipeline.sources import Batch, ParquetReader, Reader, Unchanged
+from curation.pipeline.sources import Batch, ParquetReader, Reader
 from curation.pipeline.workers import Workers, broken, unpacked
 
 AHEAD = 3
@@ -140,7 +140,6 @@ class _Run:
         """Commit a part for each batch. Those in the store are not computed again."""
         parts, requests = self._parts, self._requests()
         done, first, cursor = self._committed(parts)
-        unchanged = Unchanged(self.plan.files if not self.before else ())
         watch = _Watch(self.report, self._phase, reader.rows)
         batches = reader.batches(cursor)
         free = asyncio.Semaphore(2 * self.plan.workers + AHEAD)
@@ -148,7 +147,7 @@ class _Run:
         async def one(name: str, batch: Batch) -> None:
             try:
                 table, tally = await self._through(batch, requests)
-                await asyncio.to_thread(unchanged.require)
+                await asyncio.to_thread(self.plan.unchanged.require, self.segment.files)
                 failpoint("data-batch-done")
                 counts = [{"stage": n, "what": what, "rows": rows} for (n, what), rows in sorted(tally.items())]
                 place = pa.table([[json.dumps(batch.cursor)]], schema=_CURSOR)

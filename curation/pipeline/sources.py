@@ -90,15 +90,15 @@ def source_slice(pipeline: Pipeline) -> dict[str, Any]:
 
 
 class Unchanged:
-    """Notices a change of files while they are read."""
+    """Notices a change of files since before their digests were computed."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         self._before = {path: self._state(path) for path in files}
 
-    def require(self) -> None:
-        """Raise PipelineError if a file has changed."""
-        for path, before in self._before.items():
-            if self._state(path) != before:
+    def require(self, files: Sequence[Path]) -> None:
+        """Raise PipelineError if one of these files has changed."""
+        for path in files:
+            if self._state(path) != self._before[path]:
                 raise PipelineError(f"{path} changed while it was read: run the same command again")
 
     def _state(self, path: Path) -> tuple[int, int] | None:

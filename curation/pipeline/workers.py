@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import sys
 import threading
 from collections.abc import Sequence
@@ -69,6 +70,7 @@ def broken(error: BrokenProcessPool) -> InfraFault:
 
 
 def _begin(steps: list[Step], folder: str, path: list[str]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to every process; the parent ends this one
     sys.path[:] = list(dict.fromkeys(path))
     threading.Thread(target=_end_with_parent, daemon=True).start()
     pa.set_cpu_count(1)

@@ -22,6 +22,7 @@ from contracts.store import open_store
 from curation.errors import PipelineError
 from curation.pipeline.config import Pipeline
 from curation.pipeline.plan import plan_pipeline
+from curation.pipeline.runner import run_pipeline
 from tests.curation.judge_server import Reply, judge_server, said, scored
 from tests.curation.pipelines import ROWS, calls, function, go, rows_of, started, values, world
 from tests.deploy.postgres import DATABASE, PASSWORD, USER, connect, running_postgres
@@ -182,20 +183,23 @@ def test_no_more_batches_are_in_flight_than_memory_is_meant_for(folder: Path, st
             process.wait()
 
 
-def test_changed_source_is_noticed(folder: Path, store: str) -> None:
-    plan = plan_pipeline(Pipeline.model_validate(values()), folder)
-    (folder / "rows.parquet").touch()
-    from curation.pipeline.runner import run_pipeline
-
-    plan_again = plan_pipeline(Pipeline.model_validate(values()), folder)
-    assert plan_again.key == plan.key
-    with judge_server(lambda path, body: said("x")) as server:
-        server.delay_s = 0.5
-        slow = plan_pipeline(Pipeline.model_validate(values(chat(server.url))), folder)
-        threading.Timer(0.3, lambda: os.utime(folder / "rows.parquet", (1, 1))).start()
-        with pytest.raises(PipelineError, match=r"rows\.parquet changed while it was read"):
-            run_pipeline(slow, open_store(store))
-    assert find_artifact(open_store(store), "data", slow.key) is None
+@pytest.mark.parametrize("name", ["rows.parquet", "users.db", "functions"])
+def test_file_that_changes_behind_its_digest_is_noticed(folder: Path, store: str, name: str) -> None:
+    path = next(folder.glob(f"{name}*"))
+    odd = {"kind": "map", "function": function(folder, "odd"), "columns": {"loud": "VARCHAR"}}
+    join = {
+        "kind": "join",
+        "database": {"kind": "sqlite", "path": "users.db"},
+        "table": "users",
+        "by": "user",
+        "key": "id",
+    }
+    join |= {"columns": {"age": "BIGINT"}, "missing": "drop", "several": "first"}
+    plan = plan_pipeline(Pipeline.model_validate(values({"kind": "sample", "rows": 50}, odd, join)), folder)
+    os.utime(path, (1, 1))
+    with pytest.raises(PipelineError, match=f"{path.name} changed while it was read"):
+        run_pipeline(plan, open_store(store))
+    assert find_artifact(open_store(store), "data", plan.key) is None
 
 
 def test_postgresql_is_read_in_pages_and_joined(folder: Path, store: str, monkeypatch: pytest.MonkeyPatch) -> None:
