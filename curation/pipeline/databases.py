@@ -15,7 +15,7 @@ import duckdb
 from contracts.digests import digest_of, file_sha256
 from contracts.errors import InfraFault
 from contracts.retries import backoff_s
-from curation.errors import PipelineError
+from curation.errors import PipelineError, one_line
 from curation.pipeline.config import Database, DuckdbDatabase, PostgresqlDatabase, SqliteDatabase
 
 ATTEMPTS = 4
@@ -65,16 +65,16 @@ class Connection:
                 rows: list[tuple[Any, ...]] = cursor.fetchall()
                 return rows
             except (sqlite3.Error, duckdb.Error, OverflowError) as error:
-                raise PipelineError(f"{self._place}: {_line(error)}: correct table, key and columns") from None
+                raise PipelineError(f"{self._place}: {one_line(error)}: correct table, key and columns") from None
             except Exception as error:
                 if type(error).__module__.partition(".")[0] != "psycopg2":
                     raise
                 self.close()
                 if type(error).__name__ not in ("OperationalError", "InterfaceError"):
-                    raise PipelineError(f"{self._place}: {_line(error)}: correct table, key and columns") from None
+                    raise PipelineError(f"{self._place}: {one_line(error)}: correct table, key and columns") from None
                 if attempt == ATTEMPTS:
                     raise InfraFault(
-                        f"{self._place}: the database can't be reached ({_line(error)}): start it or correct"
+                        f"{self._place}: the database can't be reached ({one_line(error)}): start it or correct"
                         f" ${self._variable}, then run the same command again"
                     ) from None
                 time.sleep(backoff_s(attempt, 0.5))
@@ -107,7 +107,3 @@ class Connection:
         # one snapshot for all pages of a source
         connection.set_session(isolation_level="REPEATABLE READ", readonly=True)
         return connection
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]

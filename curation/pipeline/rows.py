@@ -20,7 +20,7 @@ from typing import Any
 import duckdb
 import pyarrow as pa
 
-from curation.errors import PipelineError
+from curation.errors import PipelineError, one_line
 from curation.pipeline.config import MapStage, SampleStage, SqlStage, Stage, WhereStage
 from curation.pipeline.schemas import plain, require_columns, schema_of, set_columns, with_columns
 
@@ -79,7 +79,7 @@ class Session:
         try:
             return plain(self.columns(before.empty_table(), expressions).schema, place)
         except duckdb.Error as error:
-            raise PipelineError(f"{place}: {_line(error)}") from None
+            raise PipelineError(f"{place}: {one_line(error)}") from None
 
     def _require_of_a_row(self, text: str, place: str) -> None:
         ((serialized,),) = self._connection.execute("SELECT json_serialize_sql(?)", [f"SELECT ({text}\n)"]).fetchall()
@@ -114,10 +114,10 @@ def after_row_stage(stage: RowStage, before: pa.Schema, key: str, place: str, fo
     """Schema of the rows behind a stage. Raises PipelineError."""
     if isinstance(stage, SqlStage):
         require_columns(before, stage.drop, f"{place}.drop")
-        added = _session().schema(before, stage.columns, f"{place}.columns") if stage.columns else pa.schema([])
+        added = session().schema(before, stage.columns, f"{place}.columns") if stage.columns else pa.schema([])
         return with_columns(before, added, stage.drop)
     if isinstance(stage, WhereStage):
-        found = _session().schema(before, {"predicate": stage.predicate}, place)
+        found = session().schema(before, {"predicate": stage.predicate}, place)
         if not pa.types.is_boolean(found.field(0).type):
             raise PipelineError(f"{place}.predicate = {stage.predicate!r:.80}: its type is no BOOLEAN: compare it")
         return before
@@ -149,7 +149,7 @@ def load_function(stage: MapStage, folder: Path, place: str) -> Callable[..., An
         inspect.signature(found).bind(None, **stage.options)
     except Exception as error:  # noqa: BLE001 - whatever the user's module raises
         raise PipelineError(
-            f"{place}.function = {stage.function!r}: {type(error).__name__}: {_line(error)}: name a function of one"
+            f"{place}.function = {stage.function!r}: {type(error).__name__}: {one_line(error)}: name a function of one"
             " argument and `options`"
         ) from None
     return found
@@ -190,19 +190,19 @@ def _carefully(step: Step, work: Work, table: pa.Table) -> tuple[pa.Table, dict[
             return pa.concat_tables([found for found, _ in parts]), dict(Counter(parts[0][1]) + Counter(parts[1][1]))
         if getattr(step.stage, "on_error", "fail") == "fail":
             raise PipelineError(
-                f"{step.place}: {step.row(table)} fails: {type(error).__name__}: {_line(error)}: correct the stage or"
-                " the row, or set on_error to drop"
+                f"{step.place}: {step.row(table)} fails: {type(error).__name__}: {one_line(error)}: correct the stage"
+                " or the row, or set on_error to drop"
             ) from None
         return step.after.empty_table(), {f"error: {type(error).__name__}": 1}
 
 
 def _sql(stage: SqlStage, after: pa.Schema, table: pa.Table) -> tuple[pa.Table, dict[str, int]]:
-    added = _session().columns(table, stage.columns) if stage.columns else pa.table({})
+    added = session().columns(table, stage.columns) if stage.columns else pa.table({})
     return set_columns(table, added, after), {}
 
 
 def _where(predicate: str, reason: str, table: pa.Table) -> tuple[pa.Table, dict[str, int]]:
-    mask = _session().columns(table, {"keep": predicate}).column("keep")
+    mask = session().columns(table, {"keep": predicate}).column("keep")
     kept = table.filter(mask)
     return kept, {reason: table.num_rows - kept.num_rows}
 
@@ -262,13 +262,9 @@ def counted(tally: Tally, step: Step, before: pa.Table, done: tuple[pa.Table, di
 
 
 @functools.cache
-def _session() -> Session:
-    return Session()
-
-
 def session() -> Session:
     """The session of this process."""
-    return _session()
+    return Session()
 
 
 def _nodes(value: Any) -> Iterator[dict[str, Any]]:
@@ -281,7 +277,3 @@ def _nodes(value: Any) -> Iterator[dict[str, Any]]:
     elif isinstance(value, list):
         for each in value:
             yield from _nodes(each)
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 
 from contracts.digests import digest_of, file_sha256
 from contracts.errors import SchemaError
-from curation.errors import PipelineError
+from curation.errors import PipelineError, one_line
 from curation.pipeline.config import DatabaseSource, JsonlSource, ParquetSource, Pipeline, Source
 from curation.pipeline.databases import Connection, database_digest, database_files, quoted
 from curation.pipeline.schemas import plain, schema_of
@@ -141,13 +141,13 @@ class ParquetReader:
                             table = pa.Table.from_batches([batch]).select(self.schema.names).cast(self.schema)
                             yield Batch(table, [number, done])
             except (pa.ArrowException, OSError) as error:
-                raise PipelineError(f"{PLACE}: {path} can't be read: {_line(error)}: replace the file") from None
+                raise PipelineError(f"{PLACE}: {path} can't be read: {one_line(error)}: replace the file") from None
 
     def _opened(self, path: Path) -> pq.ParquetFile:
         try:
             return pq.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False)
         except (pa.ArrowException, OSError) as error:
-            raise PipelineError(f"{PLACE}: {path} is no Parquet file: {_line(error)}: replace the file") from None
+            raise PipelineError(f"{PLACE}: {path} is no Parquet file: {one_line(error)}: replace the file") from None
 
 
 class _JsonlReader:
@@ -193,7 +193,7 @@ class _JsonlReader:
                 try:
                     kept.append(self._table([row]))
                 except UNFIT as error:
-                    self._refuse(place, f"{self._unfit(row)}: {_line(error)}", dropped)
+                    self._refuse(place, f"{self._unfit(row)}: {one_line(error)}", dropped)
             table = pa.concat_tables(kept) if kept else self.schema.empty_table()
         return Batch(table, None, dropped)
 
@@ -275,7 +275,3 @@ def table_of_rows(rows: Sequence[Sequence[Any]], schema: pa.Schema, place: str, 
                         f" = {value!r:.{SHOWN}}, which is no {each.type}: correct the type in columns"
                     ) from None
         raise SchemaError(f"{place}: its rows do not fit {schema}") from None
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__
