@@ -39,6 +39,7 @@ CATALOG: Mapping[str, str] = {
     "precision": "a Qwen3-MoE of real width trained in bf16 and in FP8 on a GPU: tokens/s, MFU, memory, loss parity",
     "recall": "seconds and memory of `triplane recall` and `quarantine --dry-run` over five million episodes",
     "tick": "milliseconds of a tick of the sensor that runs iterations, after 10,000 of them, locally and on S3",
+    "data": "a data pipeline of twenty stages: memory, rows a second beside one DuckDB query, overlap of waiting",
     "cluster": "API calls, event rows, S3 requests and sandboxes of 8 to 512 GPUs, and which limit is reached first",
     "s3": "an experiment on a local S3 server and in a directory: equal digests, and the cost of S3 per iteration",
 }

@@ -11,11 +11,13 @@ import hashlib
 import json
 import struct
 from collections.abc import Iterable, Mapping
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from contracts.errors import SchemaError
 
@@ -139,18 +141,31 @@ def _hash_array(total: hashlib._Hash, array: pa.Array | pa.ChunkedArray) -> None
         or pa.types.is_large_string(kind)
         or pa.types.is_large_binary(kind)
     ):
-        for item in array:
-            data = item.as_py()
-            raw = b"" if data is None else data.encode() if isinstance(data, str) else data
-            total.update(struct.pack("<q", len(raw)) + raw)
+        if len(array):
+            total.update(_with_lengths(array))
     elif pa.types.is_boolean(kind):
         total.update(b"B" + np.packbits(array.fill_null(False).to_numpy(zero_copy_only=False)).tobytes())
     elif pa.types.is_integer(kind) or pa.types.is_floating(kind):
         values = array.fill_null(0).to_numpy(zero_copy_only=False)
         total.update(b"V" + np.ascontiguousarray(values, dtype=values.dtype.newbyteorder("<")).tobytes())
+    elif pa.types.is_temporal(kind) and not pa.types.is_interval(kind):
+        _hash_array(total, array.view(pa.int32() if kind.bit_width == 32 else pa.int64()))
+    elif pa.types.is_decimal128(kind):
+        filled = array.fill_null(pa.scalar(Decimal(0), kind))
+        total.update(b"D" + np.frombuffer(filled.buffers()[1], "V16")[filled.offset :][: len(filled)].tobytes())
     elif pa.types.is_map(kind):
         raise SchemaError(f"map columns have no canonical order (column type {kind}): use list<struct<key, value>>")
     else:
         raise SchemaError(
-            f"no canonical form for column type {kind}: use integers, floats, strings, binary, lists or structs"
+            f"no canonical form for column type {kind}: use numbers, times, strings, binary, lists or structs"
         )
+
+
+def _with_lengths(array: pa.Array) -> pa.Buffer:
+    """Bytes of strings or binary values, each after its length (int64, little-endian); null is empty."""
+    empty = b"" if array.type in (pa.binary(), pa.large_binary()) else ""
+    data = array.fill_null(empty).cast(pa.large_binary())
+    ends = np.frombuffer(data.buffers()[1], "<i8")[data.offset :][: len(data) + 1]
+    sizes = pa.py_buffer(np.diff(ends).astype("<i8").tobytes())
+    lengths = pa.Array.from_buffers(pa.binary(8), len(data), [None, sizes]).cast(pa.large_binary())
+    return pc.binary_join_element_wise(lengths, data, pa.scalar(b"", pa.large_binary())).buffers()[2]

@@ -44,6 +44,8 @@ POINTS: Mapping[str, str] = {
     "group-committed": "a group is committed",
     "task-sampled": "a task's episodes of an evaluation have ended and are graded, none is committed",
     "task-committed": "a task of an evaluation is committed, the evaluation is not",
+    "data-batch-done": "a batch of a data pipeline has passed its stages, nothing is committed",
+    "data-batch-committed": "a batch of a data pipeline is committed, the pipeline's artifact is not",
     "part-written": "a file of tensors is written to its stage, nothing names it",
     "rank-staged": "a rank has written its parts to its own disk, the other ranks do not know",
     "rank-part-stored": "a part of a rank is in the store, no manifest names it",

@@ -32,6 +32,14 @@ class Parts:
         """schemas: of the tables of every part."""
         self._store, self._prefix, self._schemas = store, f"artifacts/{kind}/{key}/{FOLDER}/", list(schemas)
 
+    def names(self) -> list[str]:
+        """Names of the parts, sorted."""
+        return [key.removeprefix(self._prefix) for key in self._store.list(self._prefix)]
+
+    def get(self, name: str) -> list[pa.Table] | None:
+        """Tables of a part; None if there is none. Removes a damaged one as `read` does."""
+        return self._read(self._prefix + name)
+
     def add(self, name: str, tables: Sequence[pa.Table]) -> None:
         """Commit a part, unless it exists."""
         sink = pa.BufferOutputStream()

@@ -8,7 +8,8 @@ intervals to decide by.
                 (cached by task, final state, verifier)
 
 `verify` and `rewards` grade, `dataset` selects (DuckDB over Parquet), `statistics` compares policies, `tasks` makes
-suites and demonstrations. Holds rewards and groups, never advantages: those are the trainer's.
+suites and demonstrations, `pipeline` makes tables of data. Holds rewards and groups, never advantages: those are the
+trainer's.
 
 May import: contracts, envd.client, envd.tools, duckdb. Never torch, dagster or another plane.
 """

@@ -41,3 +41,12 @@ class RequestRefused(CurationError):
 
 class MixtureError(CurationError):
     """A source of a mixture has a row that can't be trained on, or none that can."""
+
+
+class PipelineError(CurationError):
+    """A data pipeline's settings, input or functions can't be used."""
+
+
+def one_line(error: BaseException) -> str:
+    """What an error of a library says, on one line of at most 200 characters."""
+    return " ".join(str(error).split())[:200] or type(error).__name__

@@ -19,6 +19,7 @@ from curation.mixture.accepted import ACCEPTED, ACCEPTED_VERSION, Graded, build_
 from curation.mixture.chats import CHATS, CHATS_VERSION, build_chats
 from curation.mixture.config import ChatsSource, EpisodesSource, ScriptedSource, Source
 from curation.mixture.reserved import Reserved
+from curation.pipeline.versions import find_version
 from curation.tasks.build import find_built
 from curation.tasks.demonstrations import build_demonstrations, demonstrations_key, demonstrations_slice
 from curation.tasks.suite import SUITE_VERSION, TaskSuiteConfig, generate_tasks
@@ -98,7 +99,10 @@ class Sources:
                     commit_quarantined(self._store, each.quarantined)
                 facts = build_accepted(graded, source, chat, self._reserved(), out)
             else:
-                facts = build_chats(source, _digest(source), chat, self._reserved(), out, longest, progress)
+                data = self._data(source)
+                digest = data.ref.digest if data else _digest(source)
+                files = [data.path(name) for name in data.names()] if data else []
+                facts = build_chats(source, digest, chat, self._reserved(), out, longest, progress, files)
             if self._work(source).key != work.key:
                 raise MixtureError(
                     f"source {source.called} of base.mixture changed while it was read: run the step again"
@@ -108,13 +112,21 @@ class Sources:
     def _work(self, source: EpisodesSource | ChatsSource) -> Work:
         config = source_slice(self._experiment, self._base, source)
         parents = {"tokenizer": self._tokenizer}
-        kind, inputs = (CHATS, {"file": _digest(source)}) if isinstance(source, ChatsSource) else (ACCEPTED, {})
-        if isinstance(source, EpisodesSource):
+        kind, inputs = ACCEPTED, dict[str, str]()
+        if isinstance(source, ChatsSource):
+            kind, data = CHATS, self._data(source)
+            inputs = {} if data else {"file": _digest(source)}
+            parents |= {"data": data.ref} if data else {}
+        else:
             for iteration in source.iterations:
                 parents |= self._graded_refs(source, iteration)
         keyed = {**{role: ref.digest for role, ref in parents.items()}, **inputs}
         key = action_key(kind, keyed, config, VERSIONS[kind])
         return Work(self._store, kind, key, parents, config, VERSIONS[kind])
+
+    def _data(self, source: ChatsSource) -> Artifact | None:
+        """Result of the data pipeline that a source names; None: it names a file. Raises PipelineError."""
+        return find_version(self._store, source.data).artifact if source.data else None
 
     def _graded_refs(self, source: EpisodesSource, iteration: str) -> dict[str, ArtifactRef]:
         """Rollouts and rewards of an iteration, and the quarantined episodes among them if there are any."""

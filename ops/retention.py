@@ -1,5 +1,5 @@
-"""What a store may lose without changing an answer: trainer states that nothing starts from, merged groups, and
-snapshots of trainings that were given up.
+"""What a store may lose without changing an answer: trainer states that nothing starts from, merged groups,
+rows between stages of data pipelines, and snapshots of trainings that were given up.
 
 Manifests of everything else stay, with all checkpoints and episodes, so that lineage, recall and reports answer as
 before. An iteration whose trainer state is gone can't be trained again, and its policy can't be rolled back to.
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from contracts.artifacts import Artifact, ArtifactRef, artifact_exists, discard_artifact, find_artifact, list_artifacts
 from contracts.store import Store
+from curation.pipeline.plan import KEPT_ROWS, ROWS
 from inference.rollouts.groups import GROUP
 from ops.graph import CHECKPOINT, DATASET, EVALUATION, ITERATION_INPUTS, PER_ITERATION, ROLLOUTS, SAMPLER
 from ops.iteration_keys import next_iteration
@@ -55,10 +56,13 @@ def removable(store: Store, keep_last: int, older_than_s: float) -> list[Removab
         *(each for each in snapshots if _dataset_of(each) not in trains | {None}),
         *(each for each in list_artifacts(store, TRAINER_STATE) if each.ref.key not in needed),
         *(each for each in list_artifacts(store, GROUP) if _is_merged(store, each)),
+        *(each for kind in (ROWS, KEPT_ROWS) for each in list_artifacts(store, kind)),
     ]
     why = {
         TRAINER_STATE: "nothing starts from it",
         GROUP: "merged into its rollouts",
+        ROWS: "rows between stages of a data pipeline",
+        KEPT_ROWS: "rows between stages of a data pipeline",
         SNAPSHOT: f"older than {SNAPSHOT_S / 86400:g} days, and no iteration waits to train on its dataset",
     }
     return [Removable(each.ref, _size(each), why[each.ref.kind]) for each in found if each.manifest.created_unix < old]

@@ -11,16 +11,15 @@ from pathlib import Path
 from typing import Protocol
 
 import yaml
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from contracts.errors import ConfigError
 from contracts.new_files import write_new
 from contracts.tasks import Split
-from contracts.yaml_text import load_yaml
 from inference.engines.config import BuiltinConfig, EngineConfig
 from inference.rollouts.config import RolloutConfig
 from resources.experiment import Experiment
-from resources.overrides import explain
+from resources.named_files import parse_named, read_values
 from resources.sandboxes_config import SandboxesConfig
 from resources.section import Section
 
@@ -143,27 +142,10 @@ class Evaluation(Section):
 
 def load_evaluation(path: Path) -> Evaluation:
     """Read an evaluation file. Raises ConfigError that names the file, the field, the value and the fix."""
-    try:
-        values = load_yaml(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        known = ", ".join(each.stem for each in sorted(path.parent.glob("*.yaml"))) or "(none)"
-        raise ConfigError(
-            f"evaluation {path} can't be read ({error.strerror}): choose one of {known}, or make it with `triplane"
-            " evaluate POLICY --save NAME`"
-        ) from None
-    except ValueError as error:
-        raise ConfigError(f"evaluation {path} is not YAML: {error}") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"evaluation {path} is not a mapping: begin with `name: ...`")
+    values = read_values(path, "evaluation", "make it with `triplane evaluate POLICY --save NAME`")
     if isinstance(values.get("engine"), dict):
         values["engine"] = {"kind": "builtin", **values["engine"]}
-    try:
-        found = Evaluation.model_validate(values)
-    except ValidationError as error:
-        raise ConfigError(explain(error, Evaluation, f"evaluation {path}")) from None
-    if found.name != path.stem:
-        raise ConfigError(f"evaluation {path} is called {found.name} inside: give the file that name, or change `name`")
-    return found
+    return parse_named(values, Evaluation, path, "evaluation")
 
 
 def save_evaluation(evaluation: Evaluation, path: Path) -> None:

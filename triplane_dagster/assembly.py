@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import dagster as dg
 
 from assets import experiment_assets
+from curation.pipeline.config import Pipeline
 from resources.experiment import Experiment
 from resources.progress import ProgressSink, no_progress
 from resources.ref_io import RefIOManager
@@ -17,9 +19,10 @@ from resources.store import StoreResource
 from resources.training_launcher import TrainingLauncher
 from triplane_dagster.alerts import alert_on_failure
 from triplane_dagster.broken_files import BrokenFile, broken_assets
+from triplane_dagster.data_job import data_job, load_pipelines
 from triplane_dagster.evaluation_job import evaluation_job
 from triplane_dagster.executors import step_executor
-from triplane_dagster.experiment_files import experiments_folder, load_folder
+from triplane_dagster.experiment_files import experiments_folder, load_folder, pipelines_folder
 from triplane_dagster.freshness import with_freshness
 from triplane_dagster.jobs import base_job, half_jobs, iteration_job, rollback_job
 from triplane_dagster.orphans import orphan_sensors
@@ -32,7 +35,8 @@ from triplane_dagster.training_job import train_job
 def load_definitions() -> dg.Definitions:
     """Definitions of the experiments folder, broken files included."""
     loaded = load_folder(experiments_folder())
-    return definitions_for(loaded.experiments, broken=loaded.broken)
+    pipelines, broken = load_pipelines(pipelines_folder())
+    return definitions_for(loaded.experiments, broken=[*loaded.broken, *broken], pipelines=pipelines)
 
 
 def resources_with(sink: ProgressSink) -> dict[str, Any]:
@@ -53,8 +57,11 @@ def definitions_for(
     sink: ProgressSink = no_progress,
     resources: Mapping[str, Any] | None = None,
     broken: Sequence[BrokenFile] = (),
+    pipelines: Mapping[Path, Pipeline] | None = None,
 ) -> dg.Definitions:
-    """Definitions of these experiments. resources: replacements for the default ones, by name."""
+    """Definitions of these experiments, and of data pipelines by file. resources: replacements for the default ones, by
+    name.
+    """
     bases = [base_job(experiment) for experiment in experiments]
     iterations = [iteration_job(experiment) for experiment in experiments]
     halves = [half_jobs(experiment) if experiment.off_policy.overlap else [] for experiment in experiments]
@@ -71,6 +78,7 @@ def definitions_for(
             *trainings,
             *(rollback_job(experiment) for experiment in experiments),
             *(evaluation_job(experiment) for experiment in experiments),
+            *(data_job(path, pipeline) for path, pipeline in (pipelines or {}).items()),
         ],
         schedules=[nightly(experiment, job) for experiment, job in zip(experiments, trainings, strict=True)],
         sensors=[

@@ -28,6 +28,11 @@ def evaluations_folder() -> Path:
     return experiments_folder() / "evaluations"
 
 
+def pipelines_folder() -> Path:
+    """Folder of the files of data pipelines, in that of the experiments."""
+    return experiments_folder() / "data"
+
+
 @dataclass(frozen=True)
 class Loaded:
     """The experiment files of a folder."""

@@ -101,11 +101,19 @@ def half_jobs(experiment: Experiment) -> list[UnresolvedAssetJobDefinition]:
     ]
 
 
-def job_op(experiment: Experiment, name: str) -> Callable[[Callable[..., None]], dg.OpDefinition]:
-    """Decorator of the only op of a job: it is placed as the experiment's steps are, and retried as `bounded` says."""
+def job_op(experiment: Experiment | None, name: str) -> Callable[[Callable[..., None]], dg.OpDefinition]:
+    """Decorator of the only op of a job: it is placed as the experiment's steps are, and retried as `bounded` says.
+
+    experiment: None for a job of none, which is placed as runs are.
+    """
 
     def made(function: Callable[..., None]) -> dg.OpDefinition:
-        op = dg.op(name=name, out=dg.Out(dg.Nothing), tags=pod_tags(experiment), retry_policy=step_retries())
+        op = dg.op(
+            name=name,
+            out=dg.Out(dg.Nothing),
+            tags=pod_tags(experiment) if experiment else {},
+            retry_policy=step_retries(),
+        )
         return op(bounded(function))
 
     return made

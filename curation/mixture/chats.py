@@ -14,6 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -66,17 +67,19 @@ def build_chats(
     out: ArtifactWriter,
     longest: int | None = None,
     progress: Callable[[int], None] = lambda rows: None,
+    files: Sequence[Path] = (),
 ) -> dict[str, object]:
     """Stage the rows of a file in `out`; the caller commits them. Returns facts for the manifest.
 
     digest: of the file. longest: tokens that the model accepts; None: the trainer shortens longer rows. progress:
-    receives the number of rows read. Raises MixtureError, which names file and line.
+    receives the number of rows read. files: of a data pipeline, in place of the file. Raises MixtureError, which names
+    file and line.
     """
     left_out, episodes = Counter[str](), list[dict[str, Any]]()
 
     def tables() -> Iterator[tuple[pa.Table, list[str]]]:
         rows, keys = list[dict[str, Any]](), list[str]()
-        for number, (place, row) in enumerate(read_rows(config.file), 1):
+        for number, (place, row) in enumerate(chain.from_iterable(map(read_rows, files or [config.file])), 1):
             found = _accepted(row, place, tokenizer, reserved, longest, left_out, refuse=config.reserved == "refuse")
             if found is not None:
                 name = found.episode_id or digest_of([digest, number])[:32]

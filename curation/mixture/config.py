@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+_DATA = "data:"
+
 
 class _Source(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
@@ -65,14 +67,19 @@ class EpisodesSource(_Foreign):
 
 
 class ChatsSource(_Foreign):
-    """A file of chats: JSON lines or Parquet, of OpenAI's messages or by `triplane episodes export --tokens`."""
+    """Chats in a file or of a data pipeline: of OpenAI's messages, or by `triplane episodes export --tokens`."""
 
     kind: Literal["chats"]
     """Selects this kind of source."""
     path: str = Field(min_length=1)
-    """File on the machine that materializes base_policy, *.jsonl or *.parquet. Its content is part of the key, its
-    place is not.
+    """File on the machine that materializes base_policy, *.jsonl or *.parquet; or data:NAME@VERSION of a data pipeline,
+    whose latest version data:NAME names. The content is part of the key, the place is not.
     """
+
+    @property
+    def data(self) -> str | None:
+        """NAME@VERSION of a data pipeline, or None for a file."""
+        return self.path.removeprefix(_DATA) if self.path.startswith(_DATA) else None
 
     @property
     def file(self) -> Path:

@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -39,6 +39,47 @@ of you, or of these rules.
 Answer with one JSON object and nothing else: {{"reason": "one or two sentences", "score": number from {lowest:g} \
 (worst) to {highest:g} (best)}}."""
 
+
+class Judging(Protocol):
+    """Settings of a judgement: of a reward's component, or of a stage of a data pipeline."""
+
+    @property
+    def model(self) -> str:
+        """Model name at the endpoint."""
+
+    @property
+    def template(self) -> str:
+        """Prompt with placeholders."""
+
+    @property
+    def max_chars(self) -> int:
+        """Maximum characters of each part."""
+
+    @property
+    def lowest(self) -> float:
+        """Worst score."""
+
+    @property
+    def highest(self) -> float:
+        """Best score."""
+
+    @property
+    def temperature(self) -> float:
+        """Sampling temperature."""
+
+    @property
+    def max_tokens(self) -> int:
+        """Maximum tokens of the reply."""
+
+    @property
+    def structured(self) -> str:
+        """Value of response_format."""
+
+    @property
+    def extra(self) -> Mapping[str, Any]:
+        """Further fields of the request."""
+
+
 _FENCE = re.compile(r"\A```(?:json)?\s*\n(.*)\n```\Z", re.DOTALL)
 
 
@@ -49,10 +90,15 @@ class _Judgement(BaseModel):
     score: float = Field(allow_inf_nan=False)
 
 
-def judge_question(component: JudgeComponent, parts: Mapping[str, str], sample: int) -> dict[str, Any]:
-    """Body of POST /chat/completions for one judgement."""
+def judge_question(
+    component: Judging, parts: Mapping[str, str], sample: int, instructions: str = _SYSTEM
+) -> dict[str, Any]:
+    """Body of POST /chat/completions for one judgement.
+
+    instructions: message of the system, with {mark}, {lowest} and {highest}.
+    """
     asked, mark = fill_fenced(component.template, parts, component.max_chars)
-    system = _SYSTEM.format(mark=mark, lowest=component.lowest, highest=component.highest)
+    system = instructions.format(mark=mark, lowest=component.lowest, highest=component.highest)
     body: dict[str, Any] = {
         "model": component.model,
         "messages": [{"role": "system", "content": system}, {"role": "user", "content": asked}],
@@ -65,19 +111,19 @@ def judge_question(component: JudgeComponent, parts: Mapping[str, str], sample: 
         body["response_format"] = {"type": "json_schema", "json_schema": schema}
     elif component.structured == "json_object":
         body["response_format"] = {"type": "json_object"}
-    return _with_extra(body, component.extra)
+    return with_extra(body, component.extra)
 
 
 def judge_answer(body: Any) -> Answer:
     """Text of a chat completion. Raises ValueError if the reply is not one."""
     try:
         content = body["choices"][0]["message"].get("content") or ""
-        return Answer(text=_storable(content), served=_storable(str(body.get("model") or "")))
+        return Answer(text=storable(content), served=storable(str(body.get("model") or "")))
     except (KeyError, IndexError, TypeError, AttributeError):
         raise ValueError("the reply has no choices[0].message, so it is not a chat completion") from None
 
 
-def read_judgement(component: JudgeComponent, answer: Answer) -> tuple[float | None, str]:
+def read_judgement(component: Judging, answer: Answer) -> tuple[float | None, str]:
     """(score in [lowest, highest], or None if the reply violates the schema; the judge's reason, or the problem)."""
     text = answer.text.strip()
     fenced = _FENCE.match(text)
@@ -114,14 +160,14 @@ def score_question(
             body["input"] = text
     if component.activation is not None:
         body["use_activation"] = component.activation
-    return _with_extra(body, component.extra)
+    return with_extra(body, component.extra)
 
 
 def score_answer(component: RewardModelComponent, body: Any) -> Answer:
     """Numbers in the JSON reply of a scoring route. Raises ValueError for other replies."""
     field = {"classify": "probs", "score": "score", "pooling": "data"}[component.api]
     try:
-        return Answer(text=json.dumps(body["data"][0][field]), served=_storable(str(body.get("model") or "")))
+        return Answer(text=json.dumps(body["data"][0][field]), served=storable(str(body.get("model") or "")))
     except (KeyError, IndexError, TypeError, AttributeError):
         raise ValueError(f"no data[0].{field}: not an answer of vLLM's {component.api} route") from None
 
@@ -141,11 +187,12 @@ def read_score(component: RewardModelComponent, answer: Answer) -> tuple[float |
     return float(found), f"{answer.served or component.model} scored {found:g}"
 
 
-def _with_extra(body: dict[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
+def with_extra(body: dict[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Body of a request with further fields; a null removes a field."""
     merged = body | dict(extra)
     return {name: value for name, value in merged.items() if value is not None}
 
 
-def _storable(text: str) -> str:
+def storable(text: str) -> str:
     """Text without lone surrogates, which JSON can express but UTF-8 files can't."""
     return text.encode(errors="replace").decode()

@@ -18,7 +18,11 @@ from contracts.artifacts import Artifact, ArtifactRef, ArtifactWriter, find_arti
 from contracts.chat import chat_template
 from contracts.errors import TriplaneError
 from contracts.store import open_store
-from curation.errors import MixtureError
+from curation.errors import MixtureError, PipelineError
+from curation.pipeline.config import Pipeline
+from curation.pipeline.plan import plan_pipeline
+from curation.pipeline.runner import run_pipeline
+from curation.pipeline.versions import record_version
 from curation.tasks.suite import TaskSuiteConfig, generate_tasks
 from ops.base_graph import BASE_POLICY, MIXED_BASE
 from ops.graph import graph_of, spec_behind
@@ -170,6 +174,29 @@ def test_an_imported_model_is_trained_on_accepted_episodes_and_a_file(world: Wor
         out.add_table("episodes.parquet", pa.table(columns))
         run = out.commit(meta={"split": "held_out"})
     assert contamination(run, trained)["trained_on"] == ["add-0001", "three"]
+
+
+def test_chats_of_a_data_pipeline_are_trained_on_and_named_in_the_lineage(world: World) -> None:
+    message = "STRUCT(role VARCHAR, content VARCHAR)[]"
+    source = {"kind": "jsonl", "path": world.chats.name, "columns": {"task_id": "VARCHAR", "messages": message}}
+    values = {"name": "talks", "key": "task_id", "source": source, "workers": 1}
+
+    def record(*stages: dict[str, Any]) -> Artifact:
+        plan = plan_pipeline(Pipeline.model_validate({**values, "stages": stages}), world.folder)
+        return record_version(world.store, "talks", run_pipeline(plan, world.store)).artifact
+
+    def experiment(path: str) -> Experiment:
+        return world.experiment(mixture=[EPISODES, {"kind": "chats", "path": path, "name": "own", "weight": 2}])
+
+    with pytest.raises(PipelineError, match="no pipeline talks has run"):
+        world.planned(experiment("data:talks"))
+    first = record({"kind": "where", "predicate": "task_id <> 'two'"})
+    made = world.run(experiment("data:talks"))
+    chats = open_artifact(world.store, made.manifest.parents["mixture own"])
+    assert chats.manifest.parents["data"] == first.ref and chats.meta["train"] == 3
+    record()
+    assert world.planned(experiment("data:talks@1")) == (made.ref.key, "found")
+    assert world.planned(experiment("data:talks"))[1] == "will run"
 
 
 def test_the_key_follows_content_weights_and_settings_but_not_places(world: World) -> None:

@@ -10,6 +10,7 @@ import typer
 from triplane_dagster.cli import (
     bridge,
     compare,
+    data,
     doctor,
     episodes,
     evaluate,
@@ -113,6 +114,7 @@ app.add_typer(fleet.app, name="fleet")
 app.command()(fork.fork)
 app.command()(train.train)
 app.add_typer(tasks.app, name="tasks")
+app.add_typer(data.app, name="data")
 app.command()(gc.gc)
 app.command()(metrics.metrics)
 app.add_typer(store.app, name="store")

@@ -20,7 +20,7 @@ from resources.progress import Progress as Update
 
 LINE_EVERY_S = 15.0
 """Seconds between two lines about one phase without a terminal."""
-SHOWN = ("tokens_per_second", "loss", "reward_mean", "expected_solve", "groups")
+SHOWN = ("tokens_per_second", "rows_per_second", "loss", "reward_mean", "expected_solve", "groups")
 """Measurements shown beside a bar."""
 
 

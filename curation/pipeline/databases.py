@@ -1,0 +1,109 @@
+"""Connections to databases, over Python's DB-API, read-only."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import duckdb
+
+from contracts.digests import digest_of, file_sha256
+from contracts.errors import InfraFault
+from contracts.retries import backoff_s
+from curation.errors import PipelineError, one_line
+from curation.pipeline.config import Database, DuckdbDatabase, PostgresqlDatabase, SqliteDatabase
+
+ATTEMPTS = 4
+"""Attempts of a query to a server that can't be reached."""
+
+
+def quoted(database: Database, name: str) -> str:
+    """Name of a column or table in SQL."""
+    # SQLite takes an unknown name in double quotes for a text
+    left, right = "[]" if isinstance(database, SqliteDatabase) else '""'
+    return ".".join(f"{left}{part}{right}" for part in name.split("."))
+
+
+def database_files(database: Database, folder: Path) -> list[Path]:
+    """Files that hold a database, with the log of SQLite's writers."""
+    if isinstance(database, PostgresqlDatabase):
+        return []
+    path = folder / database.path
+    return [path, *(each for each in [path.with_name(f"{path.name}-wal")] if each.is_file() and each.stat().st_size)]
+
+
+def database_digest(database: Database, folder: Path) -> str:
+    """Digest of a database's content, or of the revision of a server's. Raises OSError."""
+    if isinstance(database, PostgresqlDatabase):
+        return digest_of(["postgresql", database.revision])
+    return digest_of([file_sha256(path) for path in database_files(database, folder)])
+
+
+class Connection:
+    """One connection, for use by one thread at a time. place: of the settings, for errors."""
+
+    def __init__(self, database: Database, folder: Path, place: str) -> None:
+        self._database, self._folder, self._place = database, folder, place
+        self._mark = "%s" if isinstance(database, PostgresqlDatabase) else "?"
+        self._open: Any = None
+
+    def query(self, sql: str, parameters: Sequence[Any]) -> list[tuple[Any, ...]]:
+        """Rows of a query, whose parameters are written `?`. Raises PipelineError, or InfraFault if the server can't be
+        reached.
+        """
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                if self._open is None:
+                    self._open = self._connect()
+                cursor = self._open.cursor()
+                cursor.execute(sql.replace("?", self._mark), list(parameters))
+                rows: list[tuple[Any, ...]] = cursor.fetchall()
+                return rows
+            except (sqlite3.Error, duckdb.Error, OverflowError) as error:
+                raise PipelineError(f"{self._place}: {one_line(error)}: correct table, key and columns") from None
+            except Exception as error:
+                if type(error).__module__.partition(".")[0] != "psycopg2":
+                    raise
+                self.close()
+                if type(error).__name__ not in ("OperationalError", "InterfaceError"):
+                    raise PipelineError(f"{self._place}: {one_line(error)}: correct table, key and columns") from None
+                if attempt == ATTEMPTS:
+                    raise InfraFault(
+                        f"{self._place}: the database can't be reached ({one_line(error)}): start it or correct"
+                        f" ${self._variable}, then run the same command again"
+                    ) from None
+                time.sleep(backoff_s(attempt, 0.5))
+        raise AssertionError("the last attempt returns or raises")
+
+    def close(self) -> None:
+        """Close the connection; the next query opens another one."""
+        with suppress(Exception):
+            self._open.close()
+        self._open = None
+
+    @property
+    def _variable(self) -> str:
+        return self._database.url_env if isinstance(self._database, PostgresqlDatabase) else ""
+
+    def _connect(self) -> Any:
+        if isinstance(self._database, SqliteDatabase):
+            uri = (self._folder / self._database.path).absolute().as_uri()
+            return sqlite3.connect(f"{uri}?mode=ro", uri=True, check_same_thread=False)
+        if isinstance(self._database, DuckdbDatabase):
+            return duckdb.connect(str(self._folder / self._database.path), read_only=True, config={"threads": 1})
+        url = os.environ.get(self._variable, "").strip()
+        if not url:
+            raise PipelineError(f"{self._place}: ${self._variable} is not set: export the database's URL")
+        try:
+            import psycopg2
+        except ImportError:
+            raise PipelineError(f"{self._place}: PostgreSQL needs psycopg2: pip install 'triplane[postgres]'") from None
+        connection = psycopg2.connect(url, connect_timeout=10)
+        # one snapshot for all pages of a source
+        connection.set_session(isolation_level="REPEATABLE READ", readonly=True)
+        return connection

@@ -1,0 +1,279 @@
+"""Stages that need one row at a time: they run in worker processes, on a batch at once.
+
+A failing batch is halved until the failing row stands alone, so that an error names it and `on_error: drop` loses it
+alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pyarrow as pa
+
+from curation.errors import PipelineError, one_line
+from curation.pipeline.config import MapStage, SampleStage, SqlStage, Stage, WhereStage
+from curation.pipeline.schemas import plain, require_columns, schema_of, set_columns, with_columns
+
+RowStage = SqlStage | WhereStage | MapStage | SampleStage
+Tally = Counter[tuple[int, str]]
+"""Rows by number of the stage (-1: the source) and what became of them: in, out, or the reason for leaving it out."""
+Work = Callable[[pa.Table], tuple[pa.Table, dict[str, int]]]
+"""Rows -> rows that stay, and the number of those that do not, by reason."""
+_WHOLE = 2**64
+
+
+@dataclass(frozen=True)
+class Step:
+    """A stage in its place."""
+
+    number: int
+    """From 0, in the file."""
+    stage: Stage
+    key: str
+    """Column that identifies a row, if the rows still have it."""
+    before: pa.Schema
+    after: pa.Schema
+
+    @property
+    def place(self) -> str:
+        """Place in the file, for errors."""
+        return f"stages.{self.number} ({self.stage.called})"
+
+    def row(self, table: pa.Table, index: int = 0) -> str:
+        """Description of a row, for errors."""
+        if self.key in table.column_names:
+            return f"the row with {self.key} {table.column(self.key)[index].as_py()!r:.80}"
+        return f"a row (its column {self.key} was dropped)"
+
+
+class Session:
+    """DuckDB with one thread, without access to files, whose expressions see one row at a time."""
+
+    def __init__(self) -> None:
+        self._connection = duckdb.connect(config={"threads": 1})
+        self._connection.execute("SET TimeZone = 'UTC'; SET enable_external_access = false")
+
+    def columns(self, table: pa.Table, expressions: dict[str, str]) -> pa.Table:
+        """Values of expressions, by name, in the order of the rows. Raises duckdb.Error."""
+        self._connection.register("batch", table)
+        try:
+            chosen = ", ".join(f'({text}\n) AS "{name}"' for name, text in expressions.items())
+            return self._connection.sql(f"SELECT {chosen} FROM batch").to_arrow_table()
+        finally:
+            self._connection.unregister("batch")
+
+    def schema(self, before: pa.Schema, expressions: dict[str, str], place: str) -> pa.Schema:
+        """Types of expressions. Raises PipelineError if one is invalid, or depends on other rows, time or chance."""
+        for name, text in expressions.items():
+            self._require_of_a_row(text, f"{place}.{name}")
+        try:
+            return plain(self.columns(before.empty_table(), expressions).schema, place)
+        except duckdb.Error as error:
+            raise PipelineError(f"{place}: {one_line(error)}") from None
+
+    def _require_of_a_row(self, text: str, place: str) -> None:
+        ((serialized,),) = self._connection.execute("SELECT json_serialize_sql(?)", [f"SELECT ({text}\n)"]).fetchall()
+        parsed = json.loads(serialized)
+        if parsed["error"]:
+            raise PipelineError(f"{place} = {text!r:.80}: {parsed['error_message']}: write one DuckDB expression")
+        nodes = [each["node"] for each in parsed["statements"]]
+        if len(nodes) != 1 or len(nodes[0].get("select_list", ())) != 1 or nodes[0]["from_table"]["type"] != "EMPTY":
+            raise PipelineError(f"{place} = {text!r:.80}: write one DuckDB expression, without commas and FROM")
+        for found in _nodes(nodes[0]["select_list"]):
+            name = found.get("function_name", "")
+            if found["class"] in ("WINDOW", "SUBQUERY", "STAR") or name in self._refused or name == "unnest":
+                what = name or found["class"].lower()
+                raise PipelineError(
+                    f"{place} = {text!r:.80}: {what} depends on more than one row, or on time or chance, so the result"
+                    " would depend on batches: use an expression over one row, or a stage such as cap or sample"
+                )
+
+    @functools.cached_property
+    def _refused(self) -> set[str]:
+        """Functions over several rows, and those that give other values each time."""
+        rows = self._connection.execute(
+            "SELECT function_name FROM duckdb_functions() GROUP BY 1 HAVING"
+            " bool_and(function_type IN ('aggregate', 'window')) OR (bool_and(function_type IN ('scalar', 'macro')) AND"
+            " bool_and(coalesce(stability, 'CONSISTENT') <> 'CONSISTENT'))"
+        ).fetchall()
+        # getvariable and the like are of this session only; macros of time have no stability
+        return {name for (name,) in rows} | {"getenv", "current_user", "current_timestamp", "localtimestamp"}
+
+
+def after_row_stage(stage: RowStage, before: pa.Schema, key: str, place: str, folder: Path) -> pa.Schema:
+    """Schema of the rows behind a stage. Raises PipelineError."""
+    if isinstance(stage, SqlStage):
+        require_columns(before, stage.drop, f"{place}.drop")
+        added = session().schema(before, stage.columns, f"{place}.columns") if stage.columns else pa.schema([])
+        return with_columns(before, added, stage.drop)
+    if isinstance(stage, WhereStage):
+        found = session().schema(before, {"predicate": stage.predicate}, place)
+        if not pa.types.is_boolean(found.field(0).type):
+            raise PipelineError(f"{place}.predicate = {stage.predicate!r:.80}: its type is no BOOLEAN: compare it")
+        return before
+    if isinstance(stage, MapStage):
+        require_columns(before, stage.input, f"{place}.input")
+        load_function(stage, folder, place)
+        return with_columns(before, schema_of(stage.columns, f"{place}.columns"))
+    require_columns(before, stage.by or (key,), f"{place}.by")
+    return before
+
+
+def key_text(columns: tuple[str, ...]) -> str:
+    """DuckDB expression: the values of columns as one text, which is the same for equal values only."""
+    return "to_json({" + ", ".join(f"'{name}': \"{name}\"" for name in columns) + "})::VARCHAR"
+
+
+def draw(columns: tuple[str, ...], seed: int) -> str:
+    """DuckDB expression: uniformly distributed uint64 by seed and the values of columns."""
+    return f"md5_number_lower('{seed}:' || {key_text(columns)})"
+
+
+def load_function(stage: MapStage, folder: Path, place: str) -> Callable[..., Any]:
+    """Import the function of a stage. Raises PipelineError."""
+    module, _, name = stage.function.partition(":")
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+    try:
+        found: Callable[..., Any] = getattr(importlib.import_module(module), name)
+        inspect.signature(found).bind(None, **stage.options)
+    except Exception as error:  # noqa: BLE001 - whatever the user's module raises
+        raise PipelineError(
+            f"{place}.function = {stage.function!r}: {type(error).__name__}: {one_line(error)}: name a function of one"
+            " argument and `options`"
+        ) from None
+    return found
+
+
+def function_files(stage: MapStage, folder: Path, place: str) -> list[Path]:
+    """File that holds a stage's function; none for a built-in one."""
+    file = getattr(sys.modules[load_function(stage, folder, place).__module__], "__file__", None)
+    return [Path(file)] if file else []
+
+
+def work_of(step: Step, folder: Path) -> Work:
+    """Function that runs a stage on a batch. Raises PipelineError."""
+    stage = step.stage
+    if isinstance(stage, SqlStage):
+        plain_work = functools.partial(_sql, stage, step.after)
+    elif isinstance(stage, WhereStage):
+        plain_work = functools.partial(_where, stage.predicate, "false")
+    elif isinstance(stage, SampleStage):
+        assert stage.share is not None, "a number of rows is a selection"
+        bound = int(stage.share * _WHOLE)
+        return functools.partial(_where, f"{draw(stage.by or (step.key,), stage.seed)} < {bound}", "not drawn")
+    elif isinstance(stage, MapStage):
+        function = functools.partial(load_function(stage, folder, step.place), **stage.options)
+        plain_work = functools.partial(_map_batch if stage.batch else _map_rows, stage, step.after, function)
+    else:
+        raise AssertionError(f"{stage.kind} is no stage of rows")
+    return functools.partial(_carefully, step, plain_work)
+
+
+def _carefully(step: Step, work: Work, table: pa.Table) -> tuple[pa.Table, dict[str, int]]:
+    try:
+        return work(table)
+    except Exception as error:  # noqa: BLE001 - whatever the user's function raises
+        if table.num_rows > 1:
+            half = table.num_rows // 2
+            parts = [_carefully(step, work, table.slice(0, half)), _carefully(step, work, table.slice(half))]
+            return pa.concat_tables([found for found, _ in parts]), dict(Counter(parts[0][1]) + Counter(parts[1][1]))
+        if getattr(step.stage, "on_error", "fail") == "fail":
+            raise PipelineError(
+                f"{step.place}: {step.row(table)} fails: {type(error).__name__}: {one_line(error)}: correct the stage"
+                " or the row, or set on_error to drop"
+            ) from None
+        return step.after.empty_table(), {f"error: {type(error).__name__}": 1}
+
+
+def _sql(stage: SqlStage, after: pa.Schema, table: pa.Table) -> tuple[pa.Table, dict[str, int]]:
+    added = session().columns(table, stage.columns) if stage.columns else pa.table({})
+    return set_columns(table, added, after), {}
+
+
+def _where(predicate: str, reason: str, table: pa.Table) -> tuple[pa.Table, dict[str, int]]:
+    mask = session().columns(table, {"keep": predicate}).column("keep")
+    kept = table.filter(mask)
+    return kept, {reason: table.num_rows - kept.num_rows}
+
+
+def _map_rows(
+    stage: MapStage, after: pa.Schema, function: Callable[..., Any], table: pa.Table
+) -> tuple[pa.Table, dict[str, int]]:
+    indices, values, none = list[int](), {name: list[Any]() for name in stage.columns}, 0
+    read = table.select(stage.input) if stage.input else table
+    old = {name: table.column(name) for name in values if name in table.column_names}
+    for index, row in enumerate(read.to_pylist()):
+        result = function(row)
+        rows = [result] if isinstance(result, dict) else result
+        if rows is None or rows == []:
+            none += 1
+            continue
+        for each in rows:
+            unknown = next((name for name in each if name not in values), None)
+            if unknown is not None:
+                raise ValueError(f"the function sets {unknown!r}, which the stage's columns do not name")
+            indices.append(index)
+            for name, found in values.items():
+                found.append(each[name] if name in each else old[name][index].as_py() if name in old else None)
+    added = pa.table([pa.array(found, after.field(name).type) for name, found in values.items()], list(values))
+    same = indices == list(range(table.num_rows))
+    return set_columns(table if same else table.take(indices), added, after), {"none": none}
+
+
+def _map_batch(
+    stage: MapStage, after: pa.Schema, function: Callable[..., Any], table: pa.Table
+) -> tuple[pa.Table, dict[str, int]]:
+    result = function(table)
+    if not isinstance(result, pa.Table):
+        raise TypeError(f"the function returned {type(result).__name__}: return a pyarrow.Table")
+    missing = set(after.names) - set(result.column_names)
+    if missing:
+        raise ValueError(f"the function's table has no column {min(missing)}")
+    left = table.num_rows - result.num_rows
+    return result.select(after.names).cast(after), {"none": max(0, left)}
+
+
+def run_steps(steps: list[tuple[Step, Work]], table: pa.Table) -> tuple[pa.Table, Tally]:
+    """Run stages of rows one after the other."""
+    tally: Tally = Counter()
+    for step, work in steps:
+        table = counted(tally, step, table, work(table))
+    return table, tally
+
+
+def counted(tally: Tally, step: Step, before: pa.Table, done: tuple[pa.Table, dict[str, int]]) -> pa.Table:
+    """Count what a stage did with a batch. Returns the rows that stay."""
+    table, reasons = done
+    tally[step.number, "in"] += before.num_rows
+    tally[step.number, "out"] += table.num_rows
+    tally.update({(step.number, reason): count for reason, count in reasons.items() if count})
+    return table
+
+
+@functools.cache
+def session() -> Session:
+    """The session of this process."""
+    return Session()
+
+
+def _nodes(value: Any) -> Iterator[dict[str, Any]]:
+    """Expressions in a parsed statement."""
+    if isinstance(value, dict):
+        if "class" in value:
+            yield value
+        for each in value.values():
+            yield from _nodes(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from _nodes(each)

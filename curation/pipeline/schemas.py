@@ -1,0 +1,91 @@
+"""Arrow schemas of a pipeline's rows, from types in DuckDB's syntax."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+
+import duckdb
+import pyarrow as pa
+
+from curation.errors import PipelineError
+
+_KINDS = (
+    pa.types.is_boolean,
+    pa.types.is_integer,
+    pa.types.is_floating,
+    pa.types.is_decimal128,
+    pa.types.is_date,
+    pa.types.is_timestamp,
+    pa.types.is_time,
+    pa.types.is_duration,
+    pa.types.is_string,
+    pa.types.is_binary,
+    pa.types.is_large_string,
+    pa.types.is_large_binary,
+)
+"""Types that an artifact can hold, beside lists and structs of them."""
+
+
+def schema_of(types: Mapping[str, str], place: str) -> pa.Schema:
+    """Schema of columns with these types in DuckDB's syntax. Raises PipelineError."""
+    return pa.schema([pa.field(name, _type_of(text, f"{place}.{name}")) for name, text in types.items()])
+
+
+def plain(schema: pa.Schema, place: str) -> pa.Schema:
+    """Schema without metadata, dictionaries, views and fixed sizes. Raises PipelineError for a type that an artifact
+    can't hold.
+    """
+    return pa.schema([pa.field(each.name, _plain(each.type, f"{place}: column {each.name}")) for each in schema])
+
+
+def with_columns(schema: pa.Schema, added: pa.Schema, dropped: tuple[str, ...] = ()) -> pa.Schema:
+    """Schema with columns replaced in place, or appended, and others removed."""
+    fields = {each.name: each for each in schema} | {each.name: each for each in added}
+    return pa.schema([each for name, each in fields.items() if name not in dropped])
+
+
+def set_columns(table: pa.Table, added: pa.Table, schema: pa.Schema) -> pa.Table:
+    """Table of a schema whose columns are those of `added`, else those of `table`."""
+    names = set(added.column_names)
+    columns = [(added if name in names else table).column(name) for name in schema.names]
+    return pa.table(columns, schema.names).cast(schema)
+
+
+def require_columns(schema: pa.Schema, names: tuple[str, ...], place: str) -> None:
+    """Raise PipelineError if a column is missing."""
+    missing = next((name for name in names if name not in schema.names), None)
+    if missing is not None:
+        raise PipelineError(f"{place}: there is no column {missing}; at this stage there are {', '.join(schema.names)}")
+
+
+def _type_of(text: str, place: str) -> pa.DataType:
+    try:
+        return _plain(_parsed(text), place)
+    except duckdb.Error as error:
+        said = str(error).splitlines()[0]
+        raise PipelineError(f"{place} = {text!r}: {said}: write a type such as BIGINT, DOUBLE or VARCHAR[]") from None
+
+
+@functools.cache
+def _parsed(text: str) -> pa.DataType:
+    with duckdb.connect() as connection:
+        return connection.sql(f"SELECT CAST(NULL AS {text}\n) AS x").to_arrow_table().schema.field("x").type
+
+
+def _plain(kind: pa.DataType, place: str) -> pa.DataType:
+    if pa.types.is_dictionary(kind):
+        return _plain(kind.value_type, place)
+    if pa.types.is_string_view(kind):
+        return pa.string()
+    if pa.types.is_binary_view(kind) or pa.types.is_fixed_size_binary(kind):
+        return pa.binary()
+    if pa.types.is_large_list(kind):
+        return pa.large_list(_plain(kind.value_type, place))
+    if pa.types.is_list(kind) or pa.types.is_fixed_size_list(kind):
+        return pa.list_(_plain(kind.value_type, place))
+    if pa.types.is_struct(kind):
+        return pa.struct([pa.field(each.name, _plain(each.type, place)) for each in kind])
+    if not any(known(kind) for known in _KINDS):
+        raise PipelineError(f"{place} has the type {kind}, which is not supported: cast it to another one")
+    return kind
