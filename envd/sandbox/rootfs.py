@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -192,9 +193,20 @@ def fill_devices(dev: Path) -> None:
 
 
 def _bind_read_only(source: str, target: Path) -> None:
-    """Bind a directory read-only. Keeps the locked mount flags of the source."""
+    """Bind a directory read-only. Keeps the locked mount flags of the source.
+
+    Raises OSError, with their names if file systems that are mounted below the source prevent it.
+    """
     target.mkdir(parents=True, exist_ok=True)
-    linux.mount(source, str(target), flags=linux.MS_BIND)
+    try:
+        linux.mount(source, str(target), flags=linux.MS_BIND)
+    except OSError as error:
+        places = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+        below = [place for place in places if place.startswith(f"{source}/")]
+        if error.errno != errno.EINVAL or not below:
+            raise
+        said = f"only root can leave out of {source} what is mounted below it ({', '.join(below)}): unmount that"
+        raise OSError(error.errno, said) from error
     about = os.statvfs(target)
     kept = 0
     for flag, bit in ((os.ST_NODEV, linux.MS_NODEV), (os.ST_NOEXEC, linux.MS_NOEXEC)):

@@ -6,19 +6,21 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped, unused-ignore]
 
 from contracts.artifacts import open_artifact
+from contracts.store import open_store
 from inference.bridge.client import AccessDenied, Bridge, Sampling
 from resources.refs import read_artifact
 from resources.registry import Registry
@@ -68,6 +70,45 @@ def test_hosted_episodes_over_tls_are_the_recorded_rollouts(ran: World, tmp_path
         finally:
             served.terminate()
     assert len(episodes) > 8 and served.returncode == 0
+
+
+@pytest.mark.slow
+def test_a_bridge_waits_for_the_first_policy_and_tasks_and_for_the_file(untouched: Path, tmp_path: Path) -> None:
+    store, file = tmp_path / "store", tmp_path / "policy"
+    command = [sys.executable, "-m", "triplane_dagster.cli", "bridge", "-e", str(TINY), "--listen", "localhost:0"]
+    command += ["--policy", "base", "--policy-file", str(file)]
+    environment = {**os.environ, "TRIPLANE_STORE": str(store)}
+    said = "store .* has no tiny/base_policy: materialize it first\n"
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1 and re.fullmatch(f"error: {said}", done.stderr)
+    with waiting([*command, "--wait=600"], environment) as (process, stderr, _):
+        assert re.fullmatch(f"waiting: {said}", stderr.readline())
+        process.terminate()
+        assert process.wait(30) == 128 + signal.SIGTERM
+    with waiting([*command, "--wait=600"], environment) as (process, stderr, stdout):
+        assert re.fullmatch(f"waiting: {said}", stderr.readline())
+        for ignored in ("pointers", ""):  # they name what is there by then
+            shutil.copytree(untouched, store, dirs_exist_ok=True, ignore=shutil.ignore_patterns(ignored))
+        assert f"waiting: --policy-file {file} does not exist\n" in stderr
+        base = read_artifact(open_store(str(store)), "tiny", "base_policy")
+        assert base is not None
+        file.write_text(base.ref.digest)
+        assert stdout.readline().startswith(f"policy {base.ref.digest} at localhost:")
+
+
+@contextmanager
+def waiting(
+    command: list[str], environment: dict[str, str]
+) -> Iterator[tuple[subprocess.Popen[str], IO[str], IO[str]]]:
+    """A process, its stderr and its stdout."""
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        try:
+            yield process, process.stderr, process.stdout
+        finally:
+            process.kill()
 
 
 @contextmanager

@@ -141,6 +141,14 @@ def test_a_bridge_asks_for_keys_and_keeps_its_journal_on_a_volume() -> None:
     assert "volumeClaimTemplates" not in found("StatefulSet", "night-bridge-my-night")["spec"]
 
 
+def test_a_bridge_waits_for_its_policy_within_its_time_to_start_and_an_update_replaces_one_that_is_not_ready() -> None:
+    for name in ("quickstart", "my-night"):
+        each = container(f"night-bridge-{name}")
+        probe = each["startupProbe"]
+        assert 600 < parsed(each["command"])["wait"] < probe["periodSeconds"] * probe["failureThreshold"]
+        assert found("StatefulSet", f"night-bridge-{name}")["spec"]["podManagementPolicy"] == "Parallel"
+
+
 def test_routers_take_the_address_of_redis_from_a_secret() -> None:
     inside = {each["name"]: each for each in container("night-router-quickstart")["env"]}
     assert inside["TRIPLANE_REDIS"]["value"] == "redis://:$(REDIS_PASSWORD)@night-redis:6379/0"

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -53,26 +54,43 @@ exec setpriv --bounding-set -all --inh-caps -all --no-new-privs --reuid 10001 --
 """
 
 
-@pytest.fixture(scope="module")
-def unprivileged() -> Iterator[Harness]:
+@contextmanager
+def ordinary_user(*options: str, before: str = "") -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
+    """A server of an ordinary user, and its socket. before: a command of root in the same mount namespace."""
     if closed_above(ROOT / "envd") or closed_above(Path(sys.prefix)):
         pytest.skip("another user can't read the checkout")
     folder = Path(tempfile.mkdtemp(prefix="triplane-user-"))
     os.chown(folder, UID, UID)
     serve = [sys.executable, "-m", "envd", "serve", "--listen", f"unix:{folder}/s", "--backend", "namespaces"]
-    confined = ["unshare", "--mount", "sh", "-c", CONFINED, "sh", str(folder), str(PYENV), closed_above(PYENV)]
+    confined = ["unshare", "--mount", "sh", "-c", before + CONFINED, "sh"]
+    confined += [str(folder), str(PYENV), closed_above(PYENV)]
     environment = {"PATH": os.environ["PATH"], "TMPDIR": str(folder), "PYTHONPATH": str(ROOT)}
-    server = subprocess.Popen([*confined, *serve], cwd=ROOT, env=environment)
-    try:
+    with subprocess.Popen([*confined, *serve, *options], cwd=ROOT, env=environment) as server:
+        try:
+            yield server, folder / "s"
+        finally:
+            server.send_signal(signal.SIGTERM)
+            server.wait(30)
+            shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module")
+def unprivileged() -> Iterator[Harness]:
+    with ordinary_user() as (server, socket):
         deadline = time.monotonic() + START_S
-        while not (folder / "s").exists():
+        while not socket.exists():
             assert server.poll() is None and time.monotonic() < deadline
             time.sleep(0.05)
-        yield Harness(f"unix:{folder}/s")
-    finally:
-        server.send_signal(signal.SIGTERM)
-        server.wait(30)
-        shutil.rmtree(folder)
+        yield Harness(f"unix:{socket}")
+
+
+def test_what_is_mounted_below_a_system_directory_is_named_where_it_is_in_the_way(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with ordinary_user("--log-level", "error", before="mount -t tmpfs tmpfs /usr/games\n") as (server, _):
+        assert server.wait(START_S) == 1
+    said = "only root can leave out of /usr what is mounted below it (/usr/games): unmount that"
+    assert said in capfd.readouterr().err
 
 
 def without_time(result: VerifyResult) -> tuple[object, ...]:

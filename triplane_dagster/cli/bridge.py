@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from contracts.store import open_store
+from contracts.artifacts import Artifact, ArtifactRef
+from contracts.store import Store, open_store
 from inference.bridge import options
 from triplane_dagster.cli.options import ExperimentName, Overrides
 
 if TYPE_CHECKING:
     from inference.bridge.hosted.hosting import Hosting
+
+LOOK_S = 2.0
+"""Time between two looks for a policy and tasks, in seconds."""
 
 
 def bridge(
@@ -41,6 +46,12 @@ def bridge(
     tls_client_ca: options.TlsClientCa = None,
     insecure: options.Insecure = False,
     metrics: options.Metrics = None,
+    wait: Annotated[
+        float,
+        typer.Option(
+            min=0, help="Longest wait for a policy, tasks and --policy-file that do not exist yet, in seconds."
+        ),
+    ] = 0.0,
     overrides: Overrides = None,
 ) -> None:
     """Serve episodes whose environment the bridge plays: it makes the prompt of a task, executes the policy's calls
@@ -65,14 +76,11 @@ def bridge(
     from inference.bridge.registry import Bounds
     from inference.bridge.serve import SOCKET, Options, serve
     from ops.bridge_hosting import open_hosting
-    from resources.refs import require_ref
     from resources.sandboxes import SandboxesResource
     from triplane_dagster.cli.experiments import find_experiment
-    from triplane_dagster.cli.serve import find_policy
 
     store, found, sandboxes = open_store(), find_experiment(experiment, overrides), SandboxesResource()
-    checkpoint = find_policy(store, found.name, policy)
-    suite = require_ref(store, found.name, "task_suite")
+    checkpoint, suite = _awaited(store, found.name, policy, policy_file, wait)
 
     def opened() -> AbstractAsyncContextManager[Hosting]:
         return open_hosting(found, store, checkpoint, suite, sandboxes)
@@ -88,3 +96,34 @@ def bridge(
         serve(directory, version, served)
     finally:
         sandboxes.close()
+
+
+def _awaited(
+    store: Store, experiment: str, policy: str, file: Path | None, wait_s: float
+) -> tuple[Artifact, ArtifactRef]:
+    """A policy and the tasks of an experiment, as soon as it has both and there is a `file`, if one is named.
+
+    Raises as `find_policy`, and NotMaterialized after `wait_s` seconds.
+    """
+    from resources.errors import NotMaterialized
+    from resources.refs import require_ref
+    from triplane_dagster.cli.interrupts import stoppable
+    from triplane_dagster.cli.serve import find_policy
+
+    deadline, said = time.monotonic() + wait_s, ""
+    with stoppable("the bridge was stopped before it had a policy and tasks to serve"):
+        while True:
+            over = time.monotonic() >= deadline
+            try:
+                found = find_policy(store, experiment, policy), require_ref(store, experiment, "task_suite")
+                if over or file is None or file.exists():
+                    return found
+                reason = f"--policy-file {file} does not exist"
+            except NotMaterialized as error:
+                if over:
+                    raise
+                reason = str(error)
+            if reason != said:
+                said = reason
+                typer.echo(f"waiting: {reason}", err=True)
+            time.sleep(LOOK_S)

@@ -60,6 +60,11 @@ def _processes(pod: dict[str, Any]) -> Iterator[int]:
                 yield int(entry.name)
 
 
+def kill(pod: dict[str, Any]) -> None:
+    """Kill all processes of a pod's containers, which are then started again."""
+    _signal(_processes(pod), signal.SIGKILL)
+
+
 def _signal(pids: Iterator[int] | list[int], number: int) -> None:
     for pid in list(pids):
         try:
@@ -93,7 +98,7 @@ def killing(kind: str) -> Fault:
         pod = _pod(world, kind, dice)
         if pod is None:
             return None
-        _signal(_processes(pod), signal.SIGKILL)
+        kill(pod)
         return f"killed {pod['metadata']['name']}"
 
     return fault

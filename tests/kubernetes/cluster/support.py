@@ -6,10 +6,13 @@ import base64
 from pathlib import Path
 from typing import Any
 
-NAME = "support"
 KEYS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test-secret"}
 PLACEMENT = "{steps: {cpu: 0.05, memory: 2Gi}, trainer: {cpu: 0.05, memory: 4Gi}}"
 BUCKETS = ("triplane", "triplane-logs")
+VOLUME = "triplane-test"
+"""Label of a volume, whose value is the namespace that it is for."""
+SMALL = {"requests": {"cpu": "50m", "memory": "256Mi"}, "limits": {"memory": "4Gi"}}
+"""Resources of a container, of which many fit on a node."""
 _S3 = """
 import sys, boto3, threading, time
 from moto.server import ThreadedMotoServer
@@ -69,6 +72,43 @@ def s3_server(image: str, environment: dict[str, str], node: str) -> list[dict[s
             "kind": "Service",
             "metadata": {"name": "s3"},
             "spec": {"selector": labels, "ports": [{"port": 9000}]},
+        },
+    ]
+
+
+def volume(namespace: str, claim: str, image: str, node: str) -> list[dict[str, Any]]:
+    """A volume for a claim, in a folder of a node, and a pod that makes the folder. The folder stays there."""
+    name = f"{namespace}-{claim}"
+    path = f"/tmp/{name}"
+    terms = [{"matchExpressions": [{"key": "kubernetes.io/hostname", "operator": "In", "values": [node]}]}]
+    pod = {
+        "containers": [
+            {
+                "name": "folder",
+                "image": image,
+                "command": ["true"],
+                "volumeMounts": [{"name": "folder", "mountPath": "/folder"}],
+            }
+        ],
+        "volumes": [{"name": "folder", "hostPath": {"path": path, "type": "DirectoryOrCreate"}}],
+        "restartPolicy": "OnFailure",
+        "automountServiceAccountToken": False,
+        "nodeName": node,
+    }
+    return [
+        {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": f"folder-{claim}"}, "spec": pod},
+        {
+            "apiVersion": "v1",
+            "kind": "PersistentVolume",
+            "metadata": {"name": name, "labels": {VOLUME: namespace}},
+            "spec": {
+                "accessModes": ["ReadWriteOnce"],
+                "capacity": {"storage": "10Gi"},
+                "claimRef": {"namespace": namespace, "name": claim},
+                "persistentVolumeReclaimPolicy": "Retain",
+                "local": {"path": path},
+                "nodeAffinity": {"required": {"nodeSelectorTerms": terms}},
+            },
         },
     ]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.deploy.render_chart import render
@@ -11,7 +13,7 @@ pytestmark = [pytest.mark.kubernetes, pytest.mark.timeout(900)]
 VERSIONS = tuple(f"1.{minor}" for minor in range(30, 37))
 IMAGE = f"registry.example/vllm@sha256:{'0' * 64}"
 ENGINE = {"experiment": "qwen3-30b-a3b", "replicas": 2, "gpus": 2, "model": "/models/qwen3", "image": IMAGE}
-EVERYTHING = {
+EVERYTHING: dict[str, Any] = {
     "samplers": [{"experiment": "tiny", "replicas": 2}],
     "engines": [ENGINE],
     "redis": {"enabled": True, "existingSecret": "redis"},
@@ -23,7 +25,13 @@ EVERYTHING = {
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_the_api_server_accepts_every_object(world: World, version: str) -> None:
-    for values in ({}, EVERYTHING):
+    router = EVERYTHING["routers"][0] | ({"autoscale": {"max": 2}} if has_keda(world) else {})
+    for values in ({}, EVERYTHING | {"routers": [router]}):
         objects = render(values, "another", world.namespace, version)
         said = world.apply(objects, "--dry-run=server")
         assert len(said.splitlines()) == len(objects), said
+
+
+def has_keda(world: World) -> bool:
+    """Whether the cluster knows the objects of KEDA."""
+    return "scaledobjects" in world.kubectl("api-resources", "--api-group=keda.sh", "--output=name")

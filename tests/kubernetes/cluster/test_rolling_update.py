@@ -11,6 +11,7 @@ import pytest
 from tests.acceptance.laboratory import Laboratory
 from tests.dagster.serving import Load
 from tests.kubernetes.cluster.conftest import TINY
+from tests.kubernetes.cluster.support import SMALL
 from tests.kubernetes.cluster.world import RELEASE, World
 
 pytestmark = [pytest.mark.kubernetes, pytest.mark.timeout(1800)]
@@ -21,12 +22,11 @@ NAME = f"{RELEASE}-sampler-tiny"
 def test_a_rolling_update_under_load_fails_no_request(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    small = {"requests": {"cpu": "50m", "memory": "256Mi"}, "limits": {"memory": "4Gi"}}
-    world.values["samplers"] = [{"experiment": "tiny", "replicas": 2, "resources": small}]
+    world.values["samplers"] = [{"experiment": "tiny", "replicas": 2, "resources": SMALL}]
     world.apply(world.objects())
     if not world.made("tiny"):
         world.iterate("tiny", 1)
-    world.kubectl("rollout", "status", f"deployment/{NAME}", "--timeout=600s", timeout=620)
+    world.roll_out(f"deployment/{NAME}")
     for variable, value in world.store.items():
         monkeypatch.setenv(variable, value)
     lab = Laboratory(tmp_path, TINY, environment=world.store)
@@ -37,9 +37,7 @@ def test_a_rolling_update_under_load_fails_no_request(
         async with load.running():
             await asyncio.sleep(5)
             await asyncio.to_thread(world.kubectl, "rollout", "restart", f"deployment/{NAME}")
-            await asyncio.to_thread(
-                world.kubectl, "rollout", "status", f"deployment/{NAME}", "--timeout=600s", timeout=620
-            )
+            await asyncio.to_thread(world.roll_out, f"deployment/{NAME}")
             await asyncio.sleep(15)
 
     asyncio.run(update())

@@ -17,7 +17,16 @@ import yaml
 
 from resources.placement import PodPlacement
 from tests.deploy.render_chart import CHART, merged, render
-from tests.kubernetes.cluster.support import BUCKETS, KEYS, experiments, postgres_command, s3_server, secret
+from tests.kubernetes.cluster.support import (
+    BUCKETS,
+    KEYS,
+    SMALL,
+    VOLUME,
+    experiments,
+    postgres_command,
+    s3_server,
+    secret,
+)
 from tests.webserver import LAUNCH, ask
 
 RELEASE = "triplane"
@@ -62,17 +71,24 @@ class World:
         passwords = {"triplane-postgres": {"password": "p@ss word"}, "triplane-envd": {"key": "k" * 43}}
         secrets = [secret(name, values) for name, values in {"triplane-s3": KEYS, **passwords}.items()]
         self.apply([*secrets, experiments(files), *s3_server(self.image, self.environment, self.keeper)])
-        self.kubectl("rollout", "status", "deployment/s3", "--timeout=180s", timeout=200)
+        self.roll_out("deployment/s3")
         self.kubectl("label", "nodes", "--all", "--overwrite", "triplane/pool=sandboxes")
         self.apply(self.objects())
         pool = ["steps"] if self.values.get("runs", {}).get("pool") else []
-        for name in ("code", "webserver", "daemon", *pool):
-            self.kubectl("rollout", "status", f"deployment/{RELEASE}-{name}", "--timeout=600s", timeout=620)
-        self.kubectl("rollout", "status", f"daemonset/{RELEASE}-envd", "--timeout=300s", timeout=320)
+        self.roll_out(*(f"deployment/{RELEASE}-{name}" for name in ("code", "webserver", "daemon", *pool)))
+        self.roll_out(f"daemonset/{RELEASE}-envd")
+
+    def roll_out(self, *workloads: str) -> None:
+        """Wait until all pods of workloads, as KIND/NAME, are of their newest definition and ready."""
+        for workload in workloads:
+            self.kubectl("rollout", "status", workload, "--timeout=600s", timeout=620)
 
     def delete(self) -> None:
         """Delete the namespace and everything in it."""
         self.kubectl("delete", "namespace", self.namespace, "--wait=false", check=False)
+        self.kubectl(
+            "delete", "persistentvolumes", "--selector", f"{VOLUME}={self.namespace}", "--wait=false", check=False
+        )
 
     @property
     def keeper(self) -> str:
@@ -94,7 +110,6 @@ class World:
         """The chart's objects."""
         repository, _, tag = self.image.rpartition(":")
         image = {"repository": repository, "tag": tag}
-        small = {"requests": {"cpu": "50m", "memory": "256Mi"}, "limits": {"memory": "4Gi"}}
         values = {
             "image": image,
             "runAsUser": 10001,
@@ -105,14 +120,15 @@ class World:
                 "runAsUser": pwd.getpwnam("postgres").pw_uid,
                 "storage": {"ephemeral": True},
                 "nodeSelector": {"kubernetes.io/hostname": self.keeper},
-                "resources": small,
+                "resources": SMALL,
             },
             "experiments": {"configMap": "experiments"},
             "extraEnv": self.environment,
-            **{name: {"resources": small} for name in ("webserver", "daemon", "code")},
-            "runs": {"resources": small, "pool": {"resources": PodPlacement(cpu=0.05, memory="2Gi").resources()}},
+            "redis": {"image": image, "resources": SMALL},
+            **{name: {"resources": SMALL} for name in ("webserver", "daemon", "code")},
+            "runs": {"resources": SMALL, "pool": {"resources": PodPlacement(cpu=0.05, memory="2Gi").resources()}},
             # containerd 1.6 has no user namespaces
-            "envd": {"image": image, "resources": small, "pool": 2, "privileged": True},
+            "envd": {"image": image, "resources": SMALL, "pool": 2, "privileged": True},
         }
         return render(merged(values, self.values), RELEASE, self.namespace)
 
