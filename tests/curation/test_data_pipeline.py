@@ -217,7 +217,7 @@ def test_joins_name_missing_and_repeated_keys(folder: Path, store: str) -> None:
     join = {**JOIN, "columns": {"name": "VARCHAR"}}
     with pytest.raises(PipelineError, match=r"has several rows with id = 3: name a unique key"):
         go(folder, store, join)
-    with pytest.raises(PipelineError, match=r"the row with id 4 has user = 4, which users lacks"):
+    with pytest.raises(PipelineError, match=r"the row with id \d+ has user = 4, which users lacks"):
         go(folder, store, {**join, "several": "first"})
     made = go(folder, store, {**join, "several": "first", "missing": "null", "cache_rows": 2})
     assert [row["name"] for row in rows_of(made)[:7]] == ["Ada", "Bo", "Cy", "Dan", None, None, None]
