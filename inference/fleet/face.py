@@ -69,7 +69,7 @@ class DrainRequest(BaseModel):
 class FleetFace:
     """Handlers over one fleet."""
 
-    def __init__(self, fleet: Fleet, keys: Sequence[str] = ()) -> None:
+    def __init__(self, fleet: Fleet, keys: Sequence[bytes] = ()) -> None:
         """keys: accepted bearer keys; empty: requests of this machine are accepted without one."""
         self._fleet, self._keys = fleet, keys
 
@@ -131,7 +131,7 @@ class FleetFace:
     def _may(self, request: Request) -> bool:
         if self._keys:
             given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
-            return any(hmac.compare_digest(given, key.encode()) for key in self._keys)
+            return any(hmac.compare_digest(given, key) for key in self._keys)
         try:
             return request.client is not None and ipaddress.ip_address(request.client.host).is_loopback
         except ValueError:

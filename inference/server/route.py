@@ -28,6 +28,7 @@ from starlette.types import Receive, Scope, Send
 
 from contracts.addresses import parse_addresses
 from contracts.errors import TriplaneError
+from contracts.rpc.connecting import read_keys
 from contracts.tracing import carrier, service
 from inference.fleet import events
 from inference.fleet.events import Event, Webhook
@@ -46,7 +47,6 @@ from inference.server.readiness import Readiness
 from inference.server.replies import disconnected, error_reply, explain
 from inference.server.route_metrics import Look, RouteMetrics
 from inference.server.spans import spans_of
-from inference.weights.keys import read_keys
 
 PATHS = ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate")
 """Requests that are routed by their prompt."""

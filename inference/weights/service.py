@@ -63,7 +63,7 @@ class _Pull:
 class Service:
     """Handlers over one folder and one store."""
 
-    def __init__(self, folder: WeightsFolder, store: Store, keys: tuple[str, ...] = ()) -> None:
+    def __init__(self, folder: WeightsFolder, store: Store, keys: tuple[bytes, ...] = ()) -> None:
         """keys: accepted bearer keys; empty accepts every request."""
         self._folder, self._store, self._keys = folder, store, keys
         self._pulls: dict[tuple[str, bool], _Pull] = {}
@@ -83,7 +83,7 @@ class Service:
     ) -> Callable[[Request], Awaitable[JSONResponse]]:
         async def checked(request: Request) -> JSONResponse:
             given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
-            if self._keys and not any(hmac.compare_digest(given, key.encode()) for key in self._keys):
+            if self._keys and not any(hmac.compare_digest(given, key) for key in self._keys):
                 return _error(401, "this service asks for a key: set TRIPLANE_WEIGHTS_KEY_FILE", "no_key")
             return await handler(request)
 

@@ -251,11 +251,12 @@ def test_folder_has_one_service(service: WeightsServer) -> None:
 
 def test_key_is_asked_for(store: Store, tmp_path: Path, run: Callable[..., WeightsServer]) -> None:
     keys = tmp_path / "keys"
-    keys.write_text("a-key-of-some-length\n")
+    keys.write_text("# keys of this service\na-key-of-some-length\n")
     server = run("--key-file", str(keys))
     body = request(small(store, "a").ref)
     assert server.pull(**body).status_code == 401
-    assert server.pull("a-wrong-key-of-length", **body).status_code == 401
+    for wrong in ("a-wrong-key-of-length", "# keys of this service"):
+        assert server.pull(wrong, **body).status_code == 401
     assert server.pull("a-key-of-some-length", **body).status_code == 200
     keys.write_text("short")
     done = subprocess.run(server.command, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=60)
