@@ -72,6 +72,14 @@ class BadRequest(InferenceError):
     """A request to the server is contradictory, or the policy does not support it."""
 
 
+class BodyTooLong(BadRequest):
+    """The body of a request is longer than the server reads."""
+
+
+class NotJson(BadRequest):
+    """The body of a request is not declared as JSON."""
+
+
 class RouterError(InferenceError):
     """A router's settings, an engine's cache event or a request contradict what the router knows."""
 

@@ -30,7 +30,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc  # type: ignore[i
 from contracts.errors import TriplaneError
 from contracts.pb import steps_pb2, steps_pb2_grpc
 from contracts.rpc.keys import KeyCheck
-from contracts.rpc.listening import Listening
+from contracts.rpc.listening import OPTIONS, Listening
 from envd.sandbox.linux import adopt_orphans
 from envd.sandbox.proctree import descendants, kill_since
 from triplane_dagster.experiment_files import experiments_digest, experiments_folder
@@ -159,7 +159,7 @@ async def serve(listening: Listening, pool: StepPool) -> None:
         asyncio.get_running_loop().add_signal_handler(number, pool.stop.set)
     key = pool_key().encode()
     server = grpc.aio.server(
-        options=[*ALIVE, ("grpc.keepalive_permit_without_calls", 1), ("grpc.so_reuseport", 0)],
+        options=[*ALIVE, *OPTIONS, ("grpc.keepalive_permit_without_calls", 1)],
         interceptors=[KeyCheck((key,), f"the pool's key is made of ${PASSWORD}")],
     )
     steps_pb2_grpc.add_StepPoolServicer_to_server(pool, server)  # type: ignore[no-untyped-call]

@@ -10,6 +10,8 @@ from contracts.errors import ConfigError, describe
 
 MESSAGE_BYTES = 64 * 1024 * 1024
 """Longest message that a client or a server takes."""
+KEY_CHARACTERS = 16
+"""Fewest characters of a key that a server accepts."""
 ERROR_NAME = "triplane-error"
 """Trailing metadata of a failed call: the class of its error."""
 
@@ -55,6 +57,18 @@ def read_key(path: Path) -> str:
     if key is None:
         raise ConfigError(f"{path} holds no key: write one line")
     return key
+
+
+def read_keys(path: Path) -> tuple[bytes, ...]:
+    """The keys that a server accepts: lines of a file that neither are empty nor begin with `#`.
+
+    Raises ConfigError for a file without keys, or with one that is too short.
+    """
+    lines = (line.strip() for line in read_secret(path).splitlines())
+    found = tuple(line for line in lines if line and not line.startswith(b"#"))
+    if not found or any(len(key) < KEY_CHARACTERS for key in found):
+        raise ConfigError(f"{path} must hold keys of at least {KEY_CHARACTERS} characters, one a line")
+    return found
 
 
 def read_named_key(variable: str) -> str | None:

@@ -10,10 +10,25 @@ from pathlib import Path
 import grpc
 
 from contracts.errors import ConfigError
-from contracts.rpc.connecting import is_local, read_secret, wants_key
+from contracts.rpc.connecting import MESSAGE_BYTES, is_local, read_keys, read_secret, wants_key
 from contracts.rpc.meeting import MadeKey, make_meeting_directory, meeting_directory
 
-_MIN_KEY = 16
+OPTIONS = (
+    # requests are decompressed before their key is checked, so compressed ones are refused
+    ("grpc.compression_enabled_algorithms_bitset", 1),
+    ("grpc.so_reuseport", 0),
+)
+"""Options of every gRPC server."""
+LASTING_OPTIONS = (
+    *OPTIONS,
+    ("grpc.max_send_message_length", MESSAGE_BYTES),
+    # detects a client that vanished without closing its connection, so that its calls are cancelled
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+)
+"""Options of the servers that clients stay connected to, and that send messages of up to MESSAGE_BYTES."""
 
 
 @dataclass(frozen=True)
@@ -57,17 +72,8 @@ class Listening:
         return None if self.insecure or given or not wants_key(self.address) else MadeKey.fresh()
 
     def keys(self) -> tuple[bytes, ...]:
-        """Accepted keys of `key_file`; empty if it is None.
-
-        Raises ConfigError for a file without keys, or with one that is too short.
-        """
-        if self.key_file is None:
-            return ()
-        lines = (line.strip() for line in read_secret(self.key_file).splitlines())
-        found = tuple(line for line in lines if line and not line.startswith(b"#"))
-        if not found or any(len(key) < _MIN_KEY for key in found):
-            raise ConfigError(f"{self.key_file} must hold keys of at least {_MIN_KEY} characters, one a line")
-        return found
+        """Accepted keys of `key_file`; empty if it is None. Raises ConfigError."""
+        return () if self.key_file is None else read_keys(self.key_file)
 
     def listen(self, server: grpc.aio.Server) -> int:
         """Bind a server to the address, a Unix socket with mode 0600, and return the port. Raises ConfigError."""

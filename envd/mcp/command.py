@@ -17,7 +17,7 @@ import uvicorn
 from mcp.server.stdio import stdio_server
 
 from contracts.errors import TriplaneError, describe
-from contracts.rpc.connecting import is_local, read_secret
+from contracts.rpc.connecting import is_local, read_keys
 from contracts.rpc.meeting import MadeKey
 from envd.client import SandboxClient
 from envd.connection import access_of, add_access
@@ -119,10 +119,10 @@ class _Web(uvicorn.Server):
 
 
 async def _serve_http(
-    server: Any, sessions: Sessions, host: str, port: int, keys: list[str], arguments: argparse.Namespace
+    server: Any, sessions: Sessions, host: str, port: int, keys: tuple[bytes, ...], arguments: argparse.Namespace
 ) -> None:
     made = None if keys else MadeKey.fresh("mcp")
-    keys = [made.key] if made is not None else keys
+    keys = (made.key.encode(),) if made is not None else keys
     app = server.streamable_http_app(
         host=host, session_idle_timeout=arguments.idle, max_sessions=arguments.max_sessions
     )
@@ -145,14 +145,12 @@ async def _serve_http(
         raise EnvdError(f"--http {arguments.http} can't be listened on: choose a port that is free")
 
 
-def _listening(arguments: argparse.Namespace) -> tuple[str, int, list[str]]:
+def _listening(arguments: argparse.Namespace) -> tuple[str, int, tuple[bytes, ...]]:
     host, _, port = arguments.http.rpartition(":")
     host = host.strip("[]")
     if not host or not port.isdigit() or int(port) > 65535:
         raise EnvdError(f"--http {arguments.http!r} must be HOST:PORT")
-    keys = [] if arguments.http_keys is None else read_secret(arguments.http_keys).decode().split()
-    if not keys and arguments.http_keys is not None:
-        raise EnvdError(f"--http-keys {arguments.http_keys} has no keys: write one key per line")
+    keys = () if arguments.http_keys is None else read_keys(arguments.http_keys)
     if not keys and not is_local(arguments.http):
         raise EnvdError(f"--http {arguments.http} is reached from other machines: give --http-keys")
     return host, int(port), keys

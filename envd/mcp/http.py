@@ -26,10 +26,9 @@ _VERSION_HEADER = "mcp-protocol-version"
 class Gate:
     """ASGI: checks keys and versions, and tells when a client ended its session."""
 
-    def __init__(self, app: App, keys: Sequence[str], ended: Callable[[str], Awaitable[None]]) -> None:
+    def __init__(self, app: App, keys: Sequence[bytes], ended: Callable[[str], Awaitable[None]]) -> None:
         """keys: bearer keys that are accepted; none: no key is asked for."""
-        self._app, self._ended = app, ended
-        self._keys = [key.encode() for key in keys]
+        self._app, self._keys, self._ended = app, keys, ended
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""

@@ -21,7 +21,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path, PurePosixPath
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 from contracts.errors import describe
 from envd.backends.base import Backend, Runtime
@@ -40,6 +40,13 @@ _ABOUT = ".envd/image.json"
 """File of a root file system with its environment variables."""
 _MOST_ENV = 32 << 10
 """Largest JSON of them, in bytes."""
+_HEADERS = (
+    *(tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE),
+    *(tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK),
+)
+"""Types of extended headers, which describe the next members of a tar."""
+_MOST_HEADER = 64 << 10
+"""Largest extended header, in bytes."""
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _PYTEST = ("pytest", "pluggy", "iniconfig", "packaging", "pygments")
 """Packages that a process with pytest has imported."""
@@ -188,7 +195,7 @@ def _unpack(tar: Path, into: Path) -> bool:
     into.mkdir()
     into.chmod(0o755)
     try:
-        with tarfile.open(tar, "r:") as archive:
+        with tarfile.open(tar, "r:", tarinfo=_Member) as archive:
             first = archive.next()
             is_root = first is not None and first.isdir() and first.name == "."
             unpacking = _Unpacking(archive, into, is_root)
@@ -199,12 +206,26 @@ def _unpack(tar: Path, into: Path) -> bool:
                     )
                 if number or not is_root:
                     unpacking.add(member)
-    except (tarfile.TarError, ValueError) as error:
+                archive.members.clear()  # type: ignore[attr-defined]  # else every extended header stays in memory
+                archive.pax_headers = {}
+    except (tarfile.TarError, ValueError, RecursionError) as error:
         raise TemplateError(f"a runtime is an uncompressed tar; this one can't be read ({error})") from error
     missing = [each for each in _NEEDED if is_root and each not in unpacking.directories]
     if missing:
         raise TemplateError(f"a root file system needs the directory /{missing[0]}: make it by `triplane tasks image`")
     return is_root
+
+
+class _Member(tarfile.TarInfo):
+    """A member whose extended headers have at most _MOST_HEADER bytes, since tarfile reads them whole into memory."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
+        """See tarfile.TarInfo. Raises tarfile.TarError for a header of another size."""
+        found = super().frombuf(buf, encoding, errors)
+        if found.type in _HEADERS and not 0 <= found.size <= _MOST_HEADER:
+            raise tarfile.TarError(f"a header of {found.size} bytes: at most {_MOST_HEADER} are read")
+        return found
 
 
 class _Unpacking:

@@ -25,9 +25,9 @@ from grpc_reflection.v1alpha import reflection  # type: ignore[import-untyped, u
 from contracts.errors import describe
 from contracts.owned import fate_of_owner, owned_name, remove, sweep_abandoned
 from contracts.pb import envd_operations_pb2, envd_operations_pb2_grpc, envd_pb2, envd_pb2_grpc
-from contracts.rpc.connecting import MESSAGE_BYTES, read_key, read_secret
+from contracts.rpc.connecting import read_key, read_secret
 from contracts.rpc.keys import KeyCheck
-from contracts.rpc.listening import Listening
+from contracts.rpc.listening import LASTING_OPTIONS, Listening
 from contracts.rpc.meeting import MadeKey
 from envd.backends.base import Backend, IsolationLevel
 from envd.connection import Access
@@ -63,15 +63,9 @@ from envd.server.verifications import Starting, Verifications
 _GRACE_S = 0.5
 _OPEN_FILES = 65536
 _SERVER_OPTIONS = [
-    ("grpc.max_send_message_length", MESSAGE_BYTES),
+    *LASTING_OPTIONS,
     ("grpc.max_receive_message_length", ACCEPTED_BYTES),
-    # detects a client that vanished without closing its connection, so that its calls are cancelled
-    ("grpc.keepalive_time_ms", 30_000),
-    ("grpc.keepalive_timeout_ms", 20_000),
-    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
-    ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.max_metadata_size", 16 * 1024),
-    ("grpc.so_reuseport", 0),
 ]
 _GARBAGE = (50_000, 20, 20)
 """Garbage collection thresholds. With thousands of sandboxes each collection takes milliseconds, in which the server

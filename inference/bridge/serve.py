@@ -28,7 +28,7 @@ from contracts.errors import ConfigError, describe
 from contracts.pb import bridge_pb2, bridge_pb2_grpc
 from contracts.rpc.connecting import MESSAGE_BYTES, prefer_short_round_trips
 from contracts.rpc.keys import KeyCheck
-from contracts.rpc.listening import Listening
+from contracts.rpc.listening import LASTING_OPTIONS, Listening
 from contracts.tracing import service
 from inference.bridge.calls import Unreadable
 from inference.bridge.checks import Limits
@@ -48,16 +48,7 @@ SOCKET = "bridge.sock"
 """File of the default socket."""
 _GRACE_S = 0.5
 _LOOK_S = 0.05
-_SERVER_OPTIONS = [
-    ("grpc.max_send_message_length", MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", MESSAGE_BYTES),
-    # detects a client that vanished without closing its connection
-    ("grpc.keepalive_time_ms", 30_000),
-    ("grpc.keepalive_timeout_ms", 20_000),
-    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.so_reuseport", 0),
-]
+_SERVER_OPTIONS = (*LASTING_OPTIONS, ("grpc.max_receive_message_length", MESSAGE_BYTES))
 _SERVICE = bridge_pb2.DESCRIPTOR.services_by_name["Bridge"].full_name
 _ADVICE = "send `authorization: Bearer <key>` with one of --key-file, or with the key that the bridge printed"
 

@@ -7,6 +7,7 @@
     DELETE /fleet/sessions/NAME                                a session comes back no more
 
 All but the first and the last ask for a key of the router's key file; without that file, for a client on this machine.
+Bodies must be declared as JSON (`inference.server.bodies`).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from starlette.routing import Route
 from inference.errors import FleetError
 from inference.fleet.fleet import Fleet
 from inference.fleet.registry import Drain, Joined, check_url
+from inference.server.bodies import read_json
 
 KEY_VARIABLE = "TRIPLANE_FLEET_KEY_FILE"
 """Environment variable with the file whose first line is the key that clients send."""
@@ -67,7 +69,7 @@ class DrainRequest(BaseModel):
 class FleetFace:
     """Handlers over one fleet."""
 
-    def __init__(self, fleet: Fleet, keys: Sequence[str] = ()) -> None:
+    def __init__(self, fleet: Fleet, keys: Sequence[bytes] = ()) -> None:
         """keys: accepted bearer keys; empty: requests of this machine are accepted without one."""
         self._fleet, self._keys = fleet, keys
 
@@ -113,7 +115,7 @@ class FleetFace:
                 said = f"the fleet asks for a key: set {KEY_VARIABLE} to a file with one of --fleet-key-file"
                 return _error(401, said, "no_key")
             try:
-                body = model.model_validate_json(await request.body())
+                body = model.model_validate_json(await read_json(request))
             except ValidationError as error:
                 first = error.errors(include_url=False)[0]
                 where = ".".join(map(str, first["loc"])) or "the body"
@@ -129,7 +131,7 @@ class FleetFace:
     def _may(self, request: Request) -> bool:
         if self._keys:
             given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
-            return any(hmac.compare_digest(given, key.encode()) for key in self._keys)
+            return any(hmac.compare_digest(given, key) for key in self._keys)
         try:
             return request.client is not None and ipaddress.ip_address(request.client.host).is_loopback
         except ValueError:

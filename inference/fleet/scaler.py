@@ -17,7 +17,7 @@ import grpc
 
 from contracts.addresses import parse_addresses
 from contracts.pb import keda_pb2, keda_pb2_grpc
-from contracts.rpc.listening import Listening
+from contracts.rpc.listening import OPTIONS, Listening
 from inference.fleet.fleet import Fleet
 
 TOKENS, QUEUE = "triplane-tokens", "triplane-queue"
@@ -96,7 +96,7 @@ class Scaler(keda_pb2_grpc.ExternalScalerServicer):  # type: ignore[misc, unused
 async def serve_scaler(fleet: Fleet, address: str) -> None:
     """Serve until cancelled. Raises ConfigError for an address that can't be used."""
     (found,) = parse_addresses(address, "--scaler")[:1]
-    server = grpc.aio.server()
+    server = grpc.aio.server(options=OPTIONS)
     keda_pb2_grpc.add_ExternalScalerServicer_to_server(Scaler(fleet), server)  # type: ignore[no-untyped-call, unused-ignore]
     Listening(found.target, insecure=True).listen(server)
     await server.start()

@@ -31,6 +31,7 @@ from inference.engines.openai import OWNER
 from inference.errors import BadRequest, NoPolicyYet, StaleVersion, Withdrawn
 from inference.fleet.probe import VERSION
 from inference.server.api import ChatRequest, CompletionRequest, LoadRequest, ScoreRequest, WithdrawRequest
+from inference.server.bodies import read_json
 from inference.server.chat import prompt_tokens
 from inference.server.choices import ChatParts, CompletionParts, chat_choice, completion_choice
 from inference.server.readiness import Readiness
@@ -257,7 +258,7 @@ def _json(
     async def route(request: Request) -> Response:
         pin = request.headers.get(VERSION) or None
         try:
-            body = model.model_validate_json(await request.body())
+            body = model.model_validate_json(await read_json(request))
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             where = ".".join(str(part) for part in first["loc"]) or "the body"

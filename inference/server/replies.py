@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from contracts.errors import TriplaneError
-from inference.errors import EngineStopped, NoPolicyYet, RequestTooLong, StaleVersion, Withdrawn
+from inference.errors import BodyTooLong, EngineStopped, NoPolicyYet, NotJson, RequestTooLong, StaleVersion, Withdrawn
 
 
 async def explain(request: Request, error: Exception) -> JSONResponse:
@@ -30,6 +30,10 @@ def error_of(error: Exception) -> tuple[int, dict[str, Any]]:
             return 400, error_body(str(error), "context_length_exceeded")
         case EngineStopped():
             return 503, error_body(str(error), "engine_stopped", "server_error")
+        case BodyTooLong():
+            return 413, error_body(str(error), "request_too_large")
+        case NotJson():
+            return 415, error_body(str(error), "unsupported_media_type")
         case TriplaneError():
             return 400, error_body(str(error), "invalid_request")
     return 500, error_body(f"the server failed ({type(error).__name__}): see its log", "internal", "server_error")

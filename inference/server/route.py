@@ -28,16 +28,18 @@ from starlette.types import Receive, Scope, Send
 
 from contracts.addresses import parse_addresses
 from contracts.errors import TriplaneError
+from contracts.rpc.connecting import read_keys
 from contracts.tracing import carrier, service
 from inference.fleet import events
 from inference.fleet.events import Event, Webhook
 from inference.fleet.face import FleetFace
 from inference.fleet.fleet import Fleet, Sent
 from inference.fleet.pools import Pools, Wanted
-from inference.fleet.probe import VERSION, served_version
+from inference.fleet.probe import VERSION, get, served_version
 from inference.fleet.registry import LocalRegistry
 from inference.fleet.shared_registry import SharedRegistry
 from inference.router import Decision
+from inference.server.bodies import read_body
 from inference.server.draining import DrainingServer
 from inference.server.listening import announced, beside, split_address
 from inference.server.prompts import Asked, asked
@@ -45,7 +47,6 @@ from inference.server.readiness import Readiness
 from inference.server.replies import disconnected, error_reply, explain
 from inference.server.route_metrics import Look, RouteMetrics
 from inference.server.spans import spans_of
-from inference.weights.keys import read_keys
 
 PATHS = ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate")
 """Requests that are routed by their prompt."""
@@ -60,6 +61,8 @@ _UNWELL = (502, 503, 504)
 """Statuses of a server that is draining, withdrawn or behind a broken proxy: another one is asked."""
 _TAIL = 4096
 """Bytes at the end of a reply in which its usage is looked for."""
+_MOST_SAMPLED = 2**31
+"""Bound of the tokens that one reply has."""
 
 
 @dataclass(frozen=True)
@@ -153,11 +156,11 @@ class RouterFace:
     async def _models(self, request: Request) -> Response:
         for url in self.fleet.serving:
             try:
-                reply = await self._client.get(f"{url}/v1/models")
+                reply, content = await get(self._client, f"{url}/v1/models")
             except httpx.HTTPError as error:
                 self._failed(url, error, "GET /v1/models")
                 continue
-            return Response(reply.content, reply.status_code, media_type=reply.headers.get("content-type"))
+            return Response(content, reply.status_code, media_type=reply.headers.get("content-type"))
         return self._nobody()
 
     async def _scrape(self, request: Request) -> Response:
@@ -165,7 +168,7 @@ class RouterFace:
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def _route(self, request: Request) -> Response:
-        content = await request.body()
+        content = await read_body(request)
         wanted = asked(content)
         work = asyncio.ensure_future(self._sent(request, content, wanted))
         gone = asyncio.ensure_future(disconnected(request))
@@ -219,10 +222,11 @@ class RouterFace:
 
     async def _asked(self, url: str, request: Request, content: bytes) -> httpx.Response:
         ours = carrier()
-        headers = [(name, value) for name, value in request.headers.items() if name not in {*_HOPS, *ours}]
-        headers += ours.items()
         if VERSION in request.headers:  # the reply is read
-            headers = [*((name, value) for name, value in headers if name != _ENCODING), (_ENCODING, "identity")]
+            ours = {**ours, _ENCODING: "identity"}
+        left_out = {name.encode() for name in (*_HOPS, *ours)}
+        headers = [(name, value) for name, value in request.headers.raw if name not in left_out]  # not all are ASCII
+        headers += [(name.encode(), value.encode()) for name, value in ours.items()]
         sent = self._client.build_request("POST", f"{url}{request.url.path}", content=content, headers=headers)
         return await self._client.send(sent, stream=True)
 
@@ -256,8 +260,10 @@ class RouterFace:
                 raise
 
         async def over() -> None:
-            self._over(path, sent, reply, tail, began, whole=whole)
-            await reply.aclose()
+            try:
+                self._over(path, sent, reply, tail, began, whole=whole)
+            finally:
+                await reply.aclose()
 
         return _Passed(body(), reply.status_code, _headers(reply, sent.replica.url), over)
 
@@ -331,6 +337,7 @@ class _Passed(StreamingResponse):
 
 def _headers(reply: httpx.Response, url: str) -> dict[str, str]:
     """Headers of a reply to pass on."""
+    reply.headers.encoding = "latin-1"  # as Starlette encodes them
     return {**{name: value for name, value in reply.headers.items() if name not in _HOPS}, REPLICA: url}
 
 
@@ -348,20 +355,20 @@ def _versions(content: bytes) -> set[str]:
     try:
         choices: Any = json.loads(content)["choices"]
         return {str(mark["version"]) for choice in choices for mark in choice.get("weight_versions") or []}
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return set()
 
 
 def _sampled(tail: bytes) -> int:
-    """Tokens that a reply says it sampled, 0 if it says nothing."""
+    """Tokens that a reply says it sampled, 0 if it says no number in [0, 2**31)."""
     _, found, rest = tail.rpartition(b'"completion_tokens"')
     if not found:
         return 0
     try:
         value, _ = json.JSONDecoder().raw_decode(rest.decode(errors="replace").lstrip(" :"))
-    except ValueError:
+    except (ValueError, RecursionError):
         return 0
-    return value if isinstance(value, int) else 0
+    return value if type(value) is int and 0 <= value < _MOST_SAMPLED else 0
 
 
 def route(routing: Routing) -> None:

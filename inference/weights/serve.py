@@ -9,11 +9,11 @@ from pathlib import Path
 import uvicorn
 
 from contracts.artifacts import ArtifactRef
+from contracts.rpc.connecting import read_keys
 from contracts.store import open_store
 from inference.server.listening import beside, split_address
 from inference.server.policies import find_checkpoint
 from inference.weights.folder import WeightsFolder
-from inference.weights.keys import read_keys
 from inference.weights.service import Service
 
 

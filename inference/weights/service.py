@@ -28,6 +28,8 @@ from starlette.routing import Route
 from contracts.artifacts import ArtifactRef
 from contracts.errors import ArtifactCorrupt, ArtifactMissing, SchemaError, TriplaneError
 from contracts.store import Store
+from inference.errors import BadRequest
+from inference.server.bodies import read_json
 from inference.weights.folder import NoSpace, WeightsFolder
 
 _DIGEST = r"^[0-9a-f]{64}$"
@@ -63,7 +65,7 @@ class _Pull:
 class Service:
     """Handlers over one folder and one store."""
 
-    def __init__(self, folder: WeightsFolder, store: Store, keys: tuple[str, ...] = ()) -> None:
+    def __init__(self, folder: WeightsFolder, store: Store, keys: tuple[bytes, ...] = ()) -> None:
         """keys: accepted bearer keys; empty accepts every request."""
         self._folder, self._store, self._keys = folder, store, keys
         self._pulls: dict[tuple[str, bool], _Pull] = {}
@@ -83,7 +85,7 @@ class Service:
     ) -> Callable[[Request], Awaitable[JSONResponse]]:
         async def checked(request: Request) -> JSONResponse:
             given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
-            if self._keys and not any(hmac.compare_digest(given, key.encode()) for key in self._keys):
+            if self._keys and not any(hmac.compare_digest(given, key) for key in self._keys):
                 return _error(401, "this service asks for a key: set TRIPLANE_WEIGHTS_KEY_FILE", "no_key")
             return await handler(request)
 
@@ -100,7 +102,7 @@ class Service:
 
     async def _pull(self, request: Request) -> JSONResponse:
         try:
-            body = PullRequest.model_validate_json(await request.body())
+            body = PullRequest.model_validate_json(await read_json(request))
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             where = ".".join(str(part) for part in first["loc"]) or "the body"
@@ -145,6 +147,8 @@ async def _explain(request: Request, error: Exception) -> JSONResponse:
             return _error(422, str(error), "corrupt")
         case NoSpace():
             return _error(507, str(error), "no_space")
+        case BadRequest():
+            return _error(400, str(error), "invalid_request")
     return _error(502, str(error), "store")
 
 

@@ -182,6 +182,11 @@ def test_stream_sees_the_episodes_of_its_key_only(policy: Path, tmp_path: Path) 
                 async with refused("UNAUTHENTICATED", "AccessDenied"):
                     async for _ in Client(channel).stub.Connect():
                         pass
+            gzip = grpc.Compression.Gzip
+            async with grpc.aio.insecure_channel(bridge.address, compression=gzip) as channel:
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await Client(channel, KEY).start(start_request(new_id(), labels={"x": "0" * 4000}))
+                assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED, "it is not even decompressed"
 
     asyncio.run(run())
 

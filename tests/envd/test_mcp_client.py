@@ -166,13 +166,21 @@ def test_an_idle_session_loses_its_sandbox_and_one_too_many_is_refused(namespace
 
 def test_a_key_is_asked_for(namespaces: Harness, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
-    keys.write_text("first\nsecond\n")
+    keys.write_text("# ours\nfirst-key-of-a-client\n\nsecond-key-of-a-client\n")
     body = {"jsonrpc": "2.0", "id": 1, "method": "ping"}
     with http_server(namespaces.address, "--http-keys", str(keys)) as url:
-        for authorization in ("", "Bearer", "Bearer third", "Bearer first\n"):
+        for authorization in (
+            "",
+            "Bearer",
+            "Bearer third",
+            "Bearer #",
+            "Bearer ours",
+            "Bearer # ours",
+            "Bearer first-key-of-a-client\n",
+        ):
             headers = {"authorization": authorization.strip("\n") + "x" * authorization.count("\n")}
             assert httpx.post(url, json=body, headers=headers).status_code == 401
-        accept = {"authorization": "Bearer second", "accept": "application/json, text/event-stream"}
+        accept = {"authorization": "Bearer second-key-of-a-client", "accept": "application/json, text/event-stream"}
         assert httpx.post(url, json=body, headers=accept).status_code != 401
 
 

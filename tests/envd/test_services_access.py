@@ -167,6 +167,17 @@ def test_health_and_reflection_answer_what_any_tool_asks(plain: Harness) -> None
     assert b"ProcessConnectRequest" in descriptor
 
 
+def test_a_compressed_request_is_refused_before_it_is_decompressed(plain: Harness) -> None:
+    async def job() -> grpc.StatusCode:
+        async with grpc.aio.insecure_channel(plain.address, compression=grpc.Compression.Gzip) as channel:
+            request = pb.FileWriteRequest(sandbox_id="x", data=bytes(32 << 20)).SerializeToString()
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await channel.unary_unary("/triplane.envd.v1.Files/Write")(request, timeout=60)
+            return caught.value.code()
+
+    assert asyncio.run(job()) is grpc.StatusCode.UNIMPLEMENTED
+
+
 def test_a_message_beyond_the_bound_is_refused_and_the_server_lives_on(plain: Harness) -> None:
     async def job() -> grpc.StatusCode:
         async with grpc.aio.insecure_channel(plain.address, options=[("grpc.max_send_message_length", -1)]) as channel:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import math
 import tarfile
 from pathlib import Path
 
@@ -85,6 +86,16 @@ HOSTILE = {
     ],
     "limits that are none": [operations_pb.SnapshotChunk(header=header(limits=pb.Limits(memory_mb=-1)), data=tar_of())],
 }
+
+
+@pytest.mark.parametrize("seconds", [math.nan, -1.0])
+def test_a_sandbox_that_would_never_expire_is_refused(plain: Harness, seconds: float) -> None:
+    async def job(client: OperationsClient) -> None:
+        chunk = operations_pb.SnapshotChunk(header=header(expires_in_s=seconds), data=tar_of())
+        with pytest.raises(grpc.aio.AioRpcError, match=r"expires_in_s=.*: must be at least 0"):
+            await client.operations.Receive(iter([chunk]))
+
+    plain.client(job)
 
 
 @pytest.mark.parametrize("case", HOSTILE, ids=lambda name: name.replace(" ", "-"))

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import itertools
+import json
 import socket
 import threading
+import tracemalloc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -22,6 +25,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from contracts.addresses import parse_addresses
+from contracts.errors import TriplaneError
 from inference.fleet import fleet as module
 from inference.fleet.client import FleetClient
 from inference.fleet.events import Event
@@ -29,10 +33,11 @@ from inference.fleet.face import FleetFace
 from inference.fleet.fleet import Fleet
 from inference.fleet.health import Health, ejected
 from inference.fleet.pools import Pools, Wanted
-from inference.fleet.probe import Found
+from inference.fleet.probe import REPLY_BYTES, Found
 from inference.fleet.registry import Drain, Joined, LocalRegistry
 from inference.fleet.update import Rollout, roll
 from inference.router import Namespace, Router
+from inference.server.replies import explain
 from tests.ports import free_port
 from tests.vllm.fleet_servers import until
 
@@ -44,6 +49,8 @@ class Server:
 
     def __init__(self, port: int | None = None) -> None:
         self.port, self.status, self.version = port or free_port(), 200, "v1"
+        self.garbage: Response | None = None
+        """Reply to all probes; None: as usual."""
         routes = [Route("/health", self.health), Route("/weight_info", self.weight_info)]
         self.server = uvicorn.Server(uvicorn.Config(Starlette(routes=routes), port=self.port, log_level="critical"))
         self.thread = threading.Thread(target=self.server.run, daemon=True)
@@ -55,10 +62,10 @@ class Server:
         return f"http://127.0.0.1:{self.port}"
 
     async def health(self, request: Request) -> Response:
-        return Response(status_code=self.status)
+        return self.garbage or Response(status_code=self.status)
 
     async def weight_info(self, request: Request) -> Response:
-        return JSONResponse({"weight_version": self.version})
+        return self.garbage or JSONResponse({"weight_version": self.version})
 
     def end(self) -> None:
         self.server.should_exit = True
@@ -163,6 +170,31 @@ async def test_half_of_the_faulty_ones_is_ejected_and_the_others_are_still_asked
         await found.fleet.check()
         assert found.chosen() == {urls[0], urls[3]}, "of the three that fail, those that have for longest are ejected"
         assert found.kinds(urls[0]) == ["version", "well", "faulty", "ejected", "well"]
+
+
+@pytest.mark.parametrize(
+    ("garbage", "fault"),
+    [
+        (Response(b"[" * 100_000), None),
+        (Response(b'{"weight_version": "\\ud800"}'), "names no policy version"),
+        (Response(json.dumps({"weight_version": "v" * 257})), "names no policy version"),
+        (Response(b'{"weight_version": {}}'), "names no policy version"),
+        (Response(b" " * (REPLY_BYTES + 1)), "GET /health answered more than 1 MiB"),
+        (Response(gzip.compress(b" " * (64 << 20)), headers={"content-encoding": "gzip"}), None),
+    ],
+)
+async def test_a_server_that_answers_garbage_is_at_fault_alone(garbage: Response, fault: str | None) -> None:
+    async with world(2) as found:
+        odd, well = found.servers
+        odd.garbage = garbage
+        tracemalloc.start()
+        await found.fleet.check()
+        (_, peak), _ = tracemalloc.get_traced_memory(), tracemalloc.stop()
+        assert peak < 16 << 20, "nothing is decompressed"
+        assert well.url not in found.fleet.faults
+        assert (fault or "") in found.fleet.faults.get(odd.url, "") and (odd.url in found.fleet.faults) == bool(fault)
+        if fault is not None:
+            assert found.chosen() == {well.url}
 
 
 async def test_a_server_that_accepts_no_connection_is_not_asked_however_many_there_are() -> None:
@@ -361,6 +393,22 @@ async def test_an_update_loads_into_replicas_that_an_interrupted_one_left_unprov
         assert set(loaded) == {left.url, well.url} and found.chosen() == set(loaded)
         assert f"{other.url} is draining: left as it is" in said, "another update may load it"
         assert f"{left.url} drains" in said and f"{well.url} drains: the last one of v1" in said
+
+
+async def test_a_body_that_any_web_page_may_send_changes_no_fleet() -> None:
+    """A browser asks before it sends another content type to a server of another origin."""
+    async with world(1) as found:
+        app = Starlette(routes=FleetFace(found.fleet).routes(), exception_handlers={TriplaneError: explain})
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as client:
+            joined = Joined(url="http://203.0.113.9:8000", started=1).model_dump_json()
+            for kind in (None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
+                headers = {} if kind is None else {"content-type": kind}
+                reply = await client.post("/fleet/join", content=joined, headers=headers)
+                assert reply.status_code == 415 and "content-type: application/json" in reply.text
+            assert list(found.fleet.replicas) == [found.servers[0].url]
+            headers = {"content-type": "Application/JSON; charset=utf-8"}
+            assert (await client.post("/fleet/join", content=joined, headers=headers)).is_success
+            assert "http://203.0.113.9:8000" in found.fleet.replicas
 
 
 @pytest.mark.parametrize("loading", [True, False])

@@ -163,7 +163,7 @@ def test_no_pinned_reply_has_a_token_of_another_version_over_five_updates(polici
 def test_servers_join_and_one_that_is_killed_or_lapses_costs_no_request(
     policies: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    (tmp_path / "keys").write_text("a key of sixteen letters\n")
+    (tmp_path / "keys").write_text("# the key of the replicas\na key of sixteen letters\n")
     key = {"TRIPLANE_FLEET_KEY_FILE": str(tmp_path / "keys")}
     policy = ("--policy", str(policies[0]), "--listen", f"127.0.0.1:{free_port()}", "--threads", "1")
     with ExitStack() as stack:
@@ -173,8 +173,10 @@ def test_servers_join_and_one_that_is_killed_or_lapses_costs_no_request(
         )
         assert face.said.startswith("0 of 0 servers")
         assert face.post("/v1/completions", {"prompt": [1]}).json()["error"]["code"] == "no_server"
-        refused = HTTP.post(f"{face.url}/fleet/join", json={"url": "http://x:1", "started": 1}, timeout=60)
-        assert refused.status_code == 401 and state(face) == {}
+        for headers in ({}, {"authorization": "Bearer # the key of the replicas"}):
+            body = {"url": "http://x:1", "started": 1}
+            refused = HTTP.post(f"{face.url}/fleet/join", json=body, headers=headers, timeout=60)
+            assert refused.status_code == 401 and state(face) == {}
         beside = stack.enter_context(served(policies[0], "first")).removesuffix("/v1")
         own = stack.enter_context(process("serve", *policy, "--join", face.url, **key))
         sidecar = ("join", "--replica", beside, "--router", face.url, "--lease", "1", "--capacity", "7")

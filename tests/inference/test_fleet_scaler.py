@@ -81,3 +81,9 @@ def test_targets_come_from_the_trigger_and_bad_ones_are_named(scaled: Scaled) ->
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT  # type: ignore[attr-defined]
     with pytest.raises(grpc.RpcError, match="unknown metric 'x': ask for triplane-tokens or triplane-queue"):
         scaled.metric("x")
+
+
+def test_a_compressed_request_is_refused(scaled: Scaled) -> None:
+    with pytest.raises(grpc.RpcError) as refused:
+        scaled.keda.IsActive(reference(padding="0" * 100_000), timeout=30, compression=grpc.Compression.Gzip)
+    assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED  # type: ignore[attr-defined]

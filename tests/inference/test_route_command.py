@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -26,6 +27,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from inference.errors import BadRequest
+from inference.server.bodies import BODY_BYTES
 from inference.server.prompts import asked
 from tests.http_client import HTTP
 from tests.inference.conftest import write_checkpoint
@@ -43,6 +45,8 @@ class Upstream:
 
     def __init__(self) -> None:
         self.port, self.status, self.healthy = free_port(), 200, True
+        self.sampled = b"7"
+        """What its replies name as the number of their tokens."""
         self.seen: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.go, self.gone = threading.Event(), threading.Event()
@@ -71,7 +75,7 @@ class Upstream:
                 yield b"data: one\n\n"
                 while not self.go.is_set():
                     await asyncio.sleep(0.01)
-                yield b'data: {"usage": {"completion_tokens": 7}}\n\n'
+                yield b'data: {"usage": {"completion_tokens": ' + self.sampled + b"}}\n\n"
             finally:
                 self.gone.set()
 
@@ -247,6 +251,37 @@ def test_contradictory_requests_and_addresses_are_refused_by_name() -> None:
     done = subprocess.run(command, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
     assert done.stderr.startswith("error: --replica") and done.stderr.count("\n") == 1
+
+
+def test_a_reply_with_an_absurd_usage_harms_no_other_request() -> None:
+    with upstream() as server, routed([server.url]) as face:
+        server.go.set()
+        for sampled in (b"7", b"-1000000000", b"[" * 4000, b"9" * 4000, b"1e400", b"true", b"7"):
+            server.sampled = sampled
+            reply = face.post("/v1/chat/completions", chat())
+            assert reply.status_code == 200 and sampled in reply.content
+            until(lambda: face.metric("route_flying_tokens") == 0)
+        assert face.metric("route_requests_total", replica=server.url, code="200") == 7
+
+
+def test_headers_that_are_not_ascii_are_passed_on() -> None:
+    with upstream() as server, routed([server.url]) as face:
+        server.go.set()
+        headers = {b"x-user": "Zoë".encode("latin-1"), b"content-type": b"application/json"}
+        reply = HTTP.post(f"{face.url}/v1/chat/completions", json=chat(), headers=headers, timeout=60)
+        assert reply.status_code == 200 and server.headers[0]["x-user"] == "Zoë"
+
+
+def test_a_body_beyond_the_bound_is_refused_while_it_arrives() -> None:
+    with upstream() as server, routed([server.url]) as face:
+        server.go.set()
+        with socket.create_connection(("127.0.0.1", int(face.url.rpartition(":")[2])), timeout=60) as raw:
+            raw.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
+            for _ in range((BODY_BYTES >> 20) + 1):
+                raw.sendall(b"100000\r\n" + b"a" * (1 << 20) + b"\r\n")
+            said = raw.recv(1000)
+        assert said.startswith(b"HTTP/1.1 413")
+        assert face.post("/v1/chat/completions", chat()).status_code == 200
 
 
 MESSAGES = st.lists(

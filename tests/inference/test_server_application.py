@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -80,6 +81,15 @@ async def test_a_tokenizer_that_cannot_be_read_keeps_the_policy(write_policy: Ca
         refused = await client.post("/v1/load_weights", json={"directory": str(second), "version": "second"})
         assert refused.status_code == 400 and "lacks the chat tokens" in refused.json()["error"]["message"]
         assert (await client.get("/version")).json() == {"version": "first"}
+
+
+async def test_a_body_that_any_web_page_may_send_is_refused(policy: Path) -> None:
+    async with opened(policy) as client:
+        for path, body in (("withdraw", {"reason": "x"}), ("load_weights", {"directory": "/x", "version": "y"})):
+            headers = {"content-type": "text/plain"}
+            reply = await client.post(f"/v1/{path}", content=json.dumps(body), headers=headers)
+            assert (reply.status_code, reply.json()["error"]["code"]) == (415, "unsupported_media_type")
+        assert (await client.get("/health")).status_code == 200
 
 
 async def test_a_server_whose_engine_has_failed_is_neither_healthy_nor_ready(

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import tarfile
+import tracemalloc
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -172,6 +173,44 @@ def put(runtimes: Runtimes, tar: bytes) -> str:
     digest = hashlib.sha256(tar).hexdigest()
     assert asyncio.run(runtimes.put(digest, len(tar), 0, tar)) == len(tar)
     return digest
+
+
+@pytest.mark.parametrize("kind", [b"x", b"g", b"X", b"L", b"K"])
+@pytest.mark.parametrize("size", [(64 << 10) + 1, 8 << 30, -513])
+def test_server_reads_no_large_header_of_a_tar(tmp_path: Path, kind: bytes, size: int) -> None:
+    header = tarfile.TarInfo("x")
+    header.type, header.size = kind, size
+    with pytest.raises(TemplateError, match=f"a header of {size} bytes"):
+        put(Runtimes(tmp_path), header.tobuf(tarfile.GNU_FORMAT) + bytes(1024))
+
+
+@pytest.mark.parametrize("kind", [b"x", b"g"])
+def test_server_keeps_no_extended_headers_in_memory(tmp_path: Path, kind: bytes) -> None:
+    tar = b""
+    for number in range(512):
+        record = f" {number}={'0' * 60_000}\n"
+        about = tarfile.TarInfo("about")
+        about.type, about.size = kind, len(record) + 5
+        file = tarfile.TarInfo(f"{number}.py").tobuf(tarfile.GNU_FORMAT)
+        tar += about.tobuf(tarfile.GNU_FORMAT) + f"{about.size}{record}".encode().ljust(60_416, b"\0") + file
+    digest = hashlib.sha256(tar).hexdigest()
+    tracemalloc.start()
+    asyncio.run(Runtimes(tmp_path).put(digest, len(tar), 0, tar))
+    (_, peak), _ = tracemalloc.get_traced_memory(), tracemalloc.stop()
+    assert len(list((tmp_path / digest).glob("*.py"))) == 512 and peak < 8 << 20
+
+
+def test_server_refuses_headers_of_headers(tmp_path: Path) -> None:
+    about = tarfile.TarInfo("about")
+    about.type, about.size = b"x", 0
+    with pytest.raises(TemplateError, match="can't be read"):
+        put(Runtimes(tmp_path), about.tobuf(tarfile.GNU_FORMAT) * 2000)
+
+
+def test_server_takes_long_names(tmp_path: Path) -> None:
+    name = f"{'p' * 200}.py"
+    good = put(Runtimes(tmp_path), layer_of({name: b"1"}))
+    assert (tmp_path / good / name).read_bytes() == b"1"
 
 
 def test_server_writes_through_no_link(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -251,12 +252,16 @@ def test_folder_has_one_service(service: WeightsServer) -> None:
 
 def test_key_is_asked_for(store: Store, tmp_path: Path, run: Callable[..., WeightsServer]) -> None:
     keys = tmp_path / "keys"
-    keys.write_text("a-key-of-some-length\n")
+    keys.write_text("# keys of this service\na-key-of-some-length\n")
     server = run("--key-file", str(keys))
     body = request(small(store, "a").ref)
     assert server.pull(**body).status_code == 401
-    assert server.pull("a-wrong-key-of-length", **body).status_code == 401
+    for wrong in ("a-wrong-key-of-length", "# keys of this service"):
+        assert server.pull(wrong, **body).status_code == 401
     assert server.pull("a-key-of-some-length", **body).status_code == 200
+    headers = {"authorization": "Bearer a-key-of-some-length", "content-type": "text/plain"}
+    undeclared = HTTP.post(f"{server.url}/pull", content=json.dumps(body), headers=headers, timeout=60)
+    assert undeclared.status_code == 400 and "content-type" in undeclared.text, "any web page may send it"
     keys.write_text("short")
     done = subprocess.run(server.command, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and "at least 16 characters" in done.stderr

@@ -96,6 +96,8 @@ class Migration:
         header = first.header
         if not _HOST_NAME.fullmatch(header.host_name or "sandbox"):
             raise EnvdError(f"host name {header.host_name[:80]!r} is none that an envd server gives")
+        if not header.expires_in_s >= 0:  # NaN as well, with which it would never end
+            raise EnvdError(f"expires_in_s={header.expires_in_s:g}: must be at least 0")
         digest = await self._sandboxes.templates.put(header.template_files)
         wanted = replace(Wanted.of(header), template=digest)
         _, spec, _ = self._sandboxes.plan(wanted)  # raises before any state is read
