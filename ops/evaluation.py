@@ -45,7 +45,7 @@ from inference.rollouts.oversampling import Group
 from inference.rollouts.progress import Meter, ShardProgress
 from inference.rollouts.runner import play_groups
 from ops.floor import compare_with_floor, find_floor
-from ops.loading import load_tasks, load_tokenizer, split_tasks
+from ops.loading import load_tasks, load_tokenizer, split_tasks, vocabulary_of
 from ops.readings import EVALUATION_SLOTS, WHO, Reading, readings_of
 from ops.spec import Work
 from ops.step import Step
@@ -179,6 +179,7 @@ async def _play(
             key="",  # each reading has its own
             limits=settings.sandboxes.limits.limits(),
             store=playing.store,
+            vocabulary=vocabulary_of(checkpoint),
         )
         tasks, verifier = load_tasks(playing.store, suite), Verifier(client, playing.store)
         if playing.prepare is not None:

@@ -13,6 +13,7 @@ from contracts.tasks import Split, Task
 from resources.evaluation import PlaySettings
 
 _FILE = "tasks.parquet"
+_CONFIG = "config.json"
 _parsed: dict[str, Mapping[str, Task]] = {}
 """Tasks of the suite that this process read last, by its content digest: nearly every step of an iteration needs them.
 """
@@ -33,6 +34,11 @@ def load_tasks(store: Store, suite: ArtifactRef) -> Mapping[str, Task]:
 def split_tasks(tasks: Mapping[str, Task], split: Split) -> list[Task]:
     """The tasks of one split, in the suite's order."""
     return [task for task in tasks.values() if task.split == split]
+
+
+def vocabulary_of(policy: Artifact) -> int:
+    """Token ids of a policy are below it; 0: unknown, of a policy at a server."""
+    return int(policy.json(_CONFIG)["vocab_size"]) if _CONFIG in policy.names() else 0
 
 
 def load_tokenizer(settings: PlaySettings, policy: Artifact) -> ChatTokenizer:

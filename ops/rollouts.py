@@ -24,7 +24,7 @@ from inference.rollouts.worker import run_shard
 from ops.graph import PLAN, ROLLOUTS, pool_of
 from ops.health import checked, infrastructure_held
 from ops.inputs import PromptsDrawn
-from ops.loading import load_tasks, load_tokenizer
+from ops.loading import load_tasks, load_tokenizer, vocabulary_of
 from ops.pod_tags import pod_tags
 from ops.replay import differences, field_of
 from ops.results import output, table_facts
@@ -108,6 +108,7 @@ async def sample_shard(
             store=step.store,
             grader=Verifier(client, step.store),
             tokenizer=load_tokenizer(experiment, policy),
+            vocabulary=vocabulary_of(policy),
             progress=lambda now: _show(step, now),
             limits=experiment.sandboxes.limits.limits(),
             seconds=_seconds_before(step) if _some_wait(plan, shard) else {},

@@ -30,7 +30,7 @@ from inference.rollouts.episode import Player
 from inference.rollouts.evaluate import evaluation_slot
 from inference.rollouts.oversampling import Group
 from inference.rollouts.runner import Uncommitted, play_groups
-from ops.loading import load_tasks, load_tokenizer, split_tasks
+from ops.loading import load_tasks, load_tokenizer, split_tasks, vocabulary_of
 from ops.step import Step
 from ops.weights_fault import fault_behind
 from resources.deployment import fault_of, open_canary
@@ -170,6 +170,7 @@ async def _episode(
         policy_version=candidate.ref.digest,
         key=candidate.ref.key,
         limits=config.sandboxes.limits.limits(),
+        vocabulary=vocabulary_of(candidate),
     )
     slot = evaluation_slot(SLOTS, Split.GATE, task.task_id, 0, config.seed)
     ((episode,),) = await play_groups(player, [Group(slot.digest[:32], task, [slot], keep=1)], Uncommitted())

@@ -23,6 +23,8 @@ BACKOFF_S = 0.5
 """Mean pause after the first fault, in seconds; `backoff_s` gives later pauses."""
 MAX_PAUSE_S = 60.0
 """Longest pause, in seconds, even if Retry-After asks for more."""
+MAX_REPLY = 16 << 20
+"""Maximum bytes of a reply. The vectors of 128k tokens with two numbers each have some 5 MB."""
 MAX_TEXT = 200
 """Maximum characters of a server's reply in an error."""
 
@@ -49,7 +51,7 @@ class EndpointClient:
         self._key = _key(self._who, endpoint)
         self.slots = asyncio.Semaphore(endpoint.concurrency)
         """A slot is held from before a request until its reply is stored: a kill loses at most one reply per slot."""
-        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {self._key}"} if self._key else {})
         self._http = httpx.AsyncClient(
             headers=headers,
             limits=httpx.Limits(max_connections=endpoint.concurrency),
@@ -74,7 +76,7 @@ class EndpointClient:
             try:
                 self.requests += 1
                 async with asyncio.timeout(self._endpoint.timeout_s):
-                    response = await self._http.post(url, json=body)
+                    response = await self._replied(url, body)
                 if not self._faulty(response):
                     return self._answer(url, response, read)
                 fault, asked = f"HTTP {response.status_code}", _retry_after(response)
@@ -84,7 +86,7 @@ class EndpointClient:
                 fault, asked = f"no answer within {self._endpoint.timeout_s:g} s", 0.0
             except httpx.HTTPError as error:
                 fault, asked = type(error).__name__, 0.0
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 fault, asked = f"its answer can't be read: {error}", 0.0
         raise InfraFault(
             f"{self._who}: {url} failed {self._endpoint.attempts} times ({fault}): start that server or correct"
@@ -94,6 +96,18 @@ class EndpointClient:
     async def close(self) -> None:
         """Close all connections."""
         await self._http.aclose()
+
+    async def _replied(self, url: str, body: dict[str, Any]) -> httpx.Response:
+        """Whole reply to a request. Raises ValueError for one that is compressed, or longer than MAX_REPLY."""
+        content = bytearray()
+        async with self._http.stream("POST", url, json=body) as reply:
+            if reply.headers.get("Content-Encoding", "identity") != "identity":
+                raise ValueError("it is compressed, which the request forbids")
+            async for chunk in reply.aiter_raw():
+                content += chunk
+                if len(content) > MAX_REPLY:
+                    raise ValueError(f"it has more than {MAX_REPLY >> 20} MiB")
+        return httpx.Response(reply.status_code, headers=reply.headers, content=bytes(content))
 
     def _faulty(self, response: httpx.Response) -> bool:
         return response.status_code in _AGAIN or response.status_code >= 500

@@ -174,7 +174,10 @@ def score_answer(component: RewardModelComponent, body: Any) -> Answer:
 
 def read_score(component: RewardModelComponent, answer: Answer) -> tuple[float | None, str]:
     """(score or None; explanation). Of one vector per token, the last token's is used."""
-    found = json.loads(answer.text)
+    try:
+        found = json.loads(answer.text, parse_int=float)  # an int of 400 digits is no float
+    except RecursionError:
+        found = None
     if isinstance(found, list) and found and isinstance(found[-1], list):
         found = found[-1]
     if isinstance(found, list):

@@ -339,7 +339,7 @@ class Sessions:
         running = Running(
             self.engine,
             episode,
-            limits.context_tokens,
+            limits,
             turn_s,
             add=self._add,
             end=self._end,

@@ -23,9 +23,10 @@ from contracts.errors import TriplaneError
 from contracts.pb import bridge_pb2 as pb
 from contracts.retries import backoff_s
 from contracts.supports import encode_supports
+from inference.bridge.checks import Limits
 from inference.bridge.episode import TOKEN_BYTES, Episode, Turn
 from inference.bridge.errors import BridgeError, EpisodeExpired
-from inference.engines.base import Engine, Piece, SamplingParams
+from inference.engines.base import Engine, Piece, SamplingParams, check_sampled
 from inference.engines.spans import completed, request_span
 from inference.errors import EngineError, EngineStopped, RequestTooLong, StaleVersion
 
@@ -110,7 +111,7 @@ class Running:
         self,
         engine: Engine,
         episode: Episode,
-        context_tokens: int,
+        limits: Limits,
         turn_s: float,
         *,
         add: Callable[[Running, list[Part]], None],
@@ -119,7 +120,7 @@ class Running:
         over: Callable[[Running], None],
         fail: Callable[[Running, BridgeError], None],
     ) -> None:
-        """context_tokens: longest context, 0 for unknown. turn_s: seconds after which the turn ends, 0 for none.
+        """limits: of its tokens and context. turn_s: seconds after which the turn ends, 0 for none.
 
         add: keeps tokens. end: ends sampling as a pb.Finish. act: makes the environment
         reply to the turn, where the bridge hosts it. over: called when the turn is complete. fail: stops it
@@ -129,7 +130,7 @@ class Running:
         self.readers: set[Subscription] = set()
         self.begun, self.answered = time.monotonic(), False
         """When it was begun here, on the monotonic clock; whether it has a token since."""
-        self._engine, self._context = engine, context_tokens
+        self._engine, self._limits = engine, limits
         self._add, self._end, self._act, self._over, self._fail = add, end, act, over, fail
         self._losses = 0 if act is None else HOSTED_LOSSES
         """Times that the turn is resumed after its engine was lost."""
@@ -158,7 +159,8 @@ class Running:
     def _params(self) -> SamplingParams:
         """Parameters for the rest of the turn: the random number of a token depends on (seed, position) alone."""
         sampling = self.turn.sampling or self.episode.sampling
-        room = self._context - self.episode.tokens if self._context else 1 << 31
+        context = self._limits.context_tokens
+        room = context - self.episode.tokens if context else 1 << 31
         wanted = sampling.max_tokens - self.turn.tokens if sampling.max_tokens else room
         params = SamplingParams(sampling.temperature, min(wanted, room), sampling.seed, sampling.stop_token_ids)
         drawn = self.episode.restricted
@@ -236,6 +238,8 @@ class Running:
         with request_span(len(prompt), params) as span:
             async with aclosing(self._engine.stream(prompt, params)) as pieces:  # type: ignore[arg-type]
                 async for piece in pieces:
+                    left = params.max_tokens - (self.turn.tokens - before)
+                    check_sampled(piece, left, self._limits.vocabulary)
                     parts, stale = parts_of(piece, pinned, restricted=self.episode.restricted is not None)
                     if parts:
                         self._add(self, parts)

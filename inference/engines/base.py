@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NoReturn, Protocol
+from typing import Any, Literal, NoReturn, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,9 @@ from inference.errors import EngineError
 
 LOOK_S = 1.0
 """Seconds between two looks whether an engine has failed."""
+LOWEST_LOGPROB = float(np.finfo(np.float32).min)
+HIGHEST_LOGPROB = 1e-3
+"""Above 0 for the sake of rounding."""
 FinishReason = Literal["stop", "length", "abort"]
 
 
@@ -195,6 +198,40 @@ def check_streamable(params: SamplingParams) -> None:
     """Raise EngineError for parameters that a stream can't serve."""
     if params.routing_from is not None:
         raise EngineError("routing is requested of a stream, whose pieces do not carry it: use generate")
+
+
+def check_sampled(made: Completion | Piece, most: int, vocabulary: int = 0) -> None:
+    """Raise EngineError unless sampling at most `most` tokens can give this: ids are in [0, vocabulary), finite
+    log probabilities at most 0 but for rounding, and spans cover all tokens. vocabulary: 0 for unknown.
+    """
+    count, size, fault = len(made.token_ids), vocabulary or 1 << 31, None
+    if count > most:
+        fault = f"{count} tokens of {most} requested ones"
+    elif not _are_within(made.token_ids, "i", 0, size - 1):
+        fault = f"token ids that are not in [0, {size})"
+    elif len(made.logprobs) != count or not _are_within(made.logprobs, "fi", LOWEST_LOGPROB, HIGHEST_LOGPROB):
+        fault = f"log probabilities of {count} tokens that are not {count} finite numbers of at most 0"
+    elif not cover(made.spans, count):
+        fault = f"policy versions that do not cover its {count} tokens"
+    if fault is not None:
+        raise EngineError(f"the engine returned {fault}, which sampling can't give: check its server, or replace it")
+
+
+def cover(spans: Sequence[tuple[str, int, int]], count: int) -> bool:
+    """Whether spans (version, start, end) are contiguous and cover `count` tokens."""
+    bounds = [0, *(end for _, _, end in spans)]
+    return bounds == sorted(bounds) and bounds == [*(start for _, start, _ in spans), count]
+
+
+def _are_within(values: Sequence[float] | npt.NDArray[Any], kinds: str, lowest: float, highest: float) -> bool:
+    """Whether all values are in [lowest, highest]. kinds: NumPy's, of their type."""
+    try:
+        found = np.asarray(values)
+    except ValueError:  # lists of several lengths
+        return False
+    if found.ndim != 1 or not len(found):
+        return found.ndim == 1
+    return found.dtype.kind in kinds and bool(((found >= lowest) & (found <= highest)).all())
 
 
 async def watch(check: Callable[[], Awaitable[object]]) -> NoReturn:

@@ -9,7 +9,8 @@ import asyncio
 import functools
 import json
 import ssl
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -129,11 +130,21 @@ class JsonClient:
         await self._http.aclose()
 
 
+@contextmanager
+def reading(server: str) -> Iterator[None]:
+    """Raise EngineError where the block finds another reply than the server's API has."""
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        said = f"{type(error).__name__}: {error}"[:200]
+        raise EngineError(f"{server} sent an invalid reply ({said}): check that an engine's API runs there") from error
+
+
 def _read(url: str, response: httpx.Response) -> Any:
     if response.is_success:
         try:
             return response.json() if response.content else None
-        except ValueError:
+        except (ValueError, RecursionError):
             said = " ".join(response.text[:60].split())
             raise EngineError(f"{url} sent an invalid reply, {said!r}: check that an engine's API runs there") from None
     message, code = _detail(response)
@@ -145,12 +156,12 @@ def _event(url: str, data: str) -> dict[str, Any]:
     try:
         found = json.loads(data)
         error = found.get("error")
-    except (ValueError, AttributeError):
+        code = None if error is None else error.get("code")
+    except (ValueError, AttributeError, RecursionError):
         raise EngineError(
             f"{url} sent an invalid event, {data[:60]!r}: check that an engine's API runs there"
         ) from None
     if error is not None:
-        code = error.get("code")
         status = code if isinstance(code, int) else _STATUSES.get(str(code), httpx.codes.BAD_REQUEST)
         raise _error(f"{url} ended its stream", status, str(error.get("message")), code)
     event: dict[str, Any] = found
@@ -171,5 +182,5 @@ def _detail(response: httpx.Response) -> tuple[str, Any]:
     try:
         detail = response.json()["error"]
         return str(detail["message"]), detail.get("code")
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return response.text[:200], None

@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Collection
 from typing import Any
 
+from inference.engines.base import cover
 from inference.errors import EngineUnreachable, StaleVersion
 
 UNMARKED = "default"
@@ -37,7 +38,7 @@ def read_spans(
     marks cover all tokens and are proven, and EngineUnreachable for marks of a server that was restarted.
     """
     spans = [(str(mark["version"]), int(mark["start"]), int(mark["end"])) for mark in marks or []]
-    if [0, *(end for _, _, end in spans)] != [*(start for _, start, _ in spans), count]:
+    if not cover(spans, count):
         raise StaleVersion(f"{server} marked {spans} of {count} tokens with a version; unmarked tokens are not used")
     versions = {version for version, _, _ in spans}
     if UNMARKED in versions:

@@ -24,7 +24,7 @@ from inference.engines.base import (
     require_unrestricted,
 )
 from inference.engines.config import CONNECTIONS, RETRIES, TIMEOUT_S
-from inference.engines.http import JsonClient
+from inference.engines.http import JsonClient, reading
 from inference.engines.seeds import mixed_seed
 from inference.errors import EngineError, StaleVersion
 
@@ -63,9 +63,10 @@ class OpenAIEngine:
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
         """See Engine.generate."""
         answer = await self._client.call("POST", "/completions", await self._body(prompt_ids, params))
-        (choice,) = answer["choices"]
-        tokens, logprobs, spans = self._tokens(choice, str(answer["model"]))
-        return Completion(tokens, logprobs, spans, self._reason(choice))
+        with reading(self._base):
+            (choice,) = answer["choices"]
+            tokens, logprobs, spans = self._tokens(choice, str(answer["model"]))
+            return Completion(tokens, logprobs, spans, self._reason(choice))
 
     async def stream(self, prompt_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Piece]:
         """See Engine.stream."""
@@ -73,10 +74,10 @@ class OpenAIEngine:
         body = await self._body(prompt_ids, params) | {"stream": True}
         async with aclosing(self._client.events("/completions", body)) as events:
             async for event in events:
-                for choice in event["choices"]:  # none in one that tells the usage
-                    tokens, logprobs, spans = self._tokens(choice, str(event["model"]))
-                    reason = None if choice["finish_reason"] is None else self._reason(choice)
-                    yield Piece(np.array(tokens, np.int32), np.array(logprobs, np.float32), spans, reason)
+                with reading(self._base):
+                    pieces = [self._piece(choice, str(event["model"])) for choice in event["choices"]]
+                for piece in pieces:  # none in an event that tells the usage
+                    yield piece
 
     def streams(self, params: SamplingParams) -> bool:
         """See Engine.streams."""
@@ -105,7 +106,9 @@ class OpenAIEngine:
         """See Engine.score. vLLM supports temperature 1 only."""
         if await self.is_ours():
             body = {"token_ids": list(token_ids), "temperature": temperature, "policy_version": self._required}
-            return list((await self._client.call("POST", "/score", body))["logprobs"])
+            answer = await self._client.call("POST", "/score", body)
+            with reading(self._base):
+                return list(answer["logprobs"])
         if temperature != 1.0:
             raise EngineError(f"{self._base} scores at temperature 1 only, not {temperature}")
         body = {
@@ -115,9 +118,11 @@ class OpenAIEngine:
             "temperature": 0,
             "prompt_logprobs": 0,
         }
-        (choice,) = (await self._client.call("POST", "/completions", body))["choices"]
-        found = choice["prompt_logprobs"][1:]
-        return [0.0, *(entry[str(token)]["logprob"] for token, entry in zip(token_ids[1:], found, strict=True))]
+        answer = await self._client.call("POST", "/completions", body)
+        with reading(self._base):
+            (choice,) = answer["choices"]
+            found = zip(token_ids[1:], choice["prompt_logprobs"][1:], strict=True)
+            return [0.0, *(entry[str(token)]["logprob"] for token, entry in found)]
 
     async def load_weights(self, directory: Path, version: str) -> None:
         """See Engine.load_weights. The server must be Triplane's, and be able to read `directory`."""
@@ -133,7 +138,8 @@ class OpenAIEngine:
         raises StaleVersion), or its model's name if none was given.
         """
         policy = await self._policy()
-        return str(policy["version"]) if self._own else self._version or str(policy["id"])
+        with reading(self._base):
+            return str(policy["version"]) if self._own else self._version or str(policy["id"])
 
     async def tokens_of(self, text: str) -> list[int] | int:
         """Ids that the server makes of a text, or their number if it returns no ids. It samples one token.
@@ -144,8 +150,9 @@ class OpenAIEngine:
         if not await self.is_ours():
             body["add_special_tokens"] = False
         answer = await self._client.call("POST", "/completions", body)
-        ids: list[int] | None = answer["choices"][0].get("prompt_token_ids")
-        return int(answer["usage"]["prompt_tokens"]) if ids is None else ids
+        with reading(self._base):
+            ids: list[int] | None = answer["choices"][0].get("prompt_token_ids")
+            return int(answer["usage"]["prompt_tokens"]) if ids is None else ids
 
     async def close(self) -> None:
         """See Engine.close. The server keeps running."""
@@ -170,10 +177,11 @@ class OpenAIEngine:
             raise EngineError(
                 f"{self._base}/models lists no model: check that an engine's API is at {self._base}"
             ) from None
-        own = policy.get("owned_by") == OWNER
-        if not own:
-            policy = next((each for each in answer["data"] if each["id"] == self._model), policy)
-            self._check_origin(policy)
+        with reading(self._base):
+            own = policy.get("owned_by") == OWNER
+            if not own:
+                policy = next((each for each in answer["data"] if each["id"] == self._model), policy)
+                self._check_origin(policy)
         self._own = own
         return policy
 
@@ -201,6 +209,12 @@ class OpenAIEngine:
         if spans is None:
             spans = [(self._version or model, 0, len(tokens))] if tokens else []
         return tokens, logprobs, [(str(version), int(start), int(end)) for version, start, end in spans]
+
+    def _piece(self, choice: dict[str, Any], model: str) -> Piece:
+        """A part of an answer."""
+        tokens, logprobs, spans = self._tokens(choice, model)
+        reason = None if choice["finish_reason"] is None else self._reason(choice)
+        return Piece(np.array(tokens, np.int32), np.array(logprobs, np.float32), spans, reason)
 
     def _reason(self, choice: dict[str, Any]) -> FinishReason:
         reason = _REASONS.get(choice["finish_reason"])

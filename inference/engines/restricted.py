@@ -34,7 +34,7 @@ class Restriction:
 
     def __init__(self, matcher: Matcher | None, top_p: float, begun: Sequence[int] = ()) -> None:
         """begun: tokens that the grammar begins with. Raises EngineError if they do not follow it, and for a grammar
-        that no token can continue.
+        that no token can continue, or that takes too long to follow.
         """
         self.top_p = top_p
         self._matcher = matcher
@@ -49,6 +49,7 @@ class Restriction:
                 if mask is not None and not mask[token]:
                     raise EngineError(f"token {token} at the prompt's end is not one that the grammar begins with")
                 matcher.accept(token)
+                matcher.check_cost()
         if not self._look():
             raise EngineError("no token of the policy's vocabulary can begin the grammar: is it of another tokenizer?")
 
@@ -68,7 +69,7 @@ class Restriction:
         """Go on after sampled tokens, which agree with all but the last of the `tried` ones.
 
         drawn, masks: of each, what it was drawn from, and what the grammar alone allowed. ended: whether the last token
-        ends the completion. Raises EngineError if the grammar allows no token after it.
+        ends the completion. Raises EngineError if the grammar allows no token after it, or takes too long to follow.
         """
         self._log_mass += drawn.log_mass.tolist()
         for support, mask in zip(drawn.supports, masks, strict=True):
@@ -79,7 +80,10 @@ class Restriction:
         if spare := tried + 1 - len(sampled):
             self._matcher.rollback(spare)
         self._matcher.accept(sampled[-1])
-        if not ended and not self._look():
+        if ended:
+            return
+        self._matcher.check_cost()
+        if not self._look():
             raise EngineError(
                 f"the grammar allows no token of the policy's vocabulary after {sampled[-1]}: make it one that the"
                 " tokenizer can write"

@@ -34,7 +34,7 @@ from inference.engines.base import (
     require_grammar_from_start,
 )
 from inference.engines.config import SglangConfig
-from inference.engines.http import JsonClient
+from inference.engines.http import JsonClient, reading
 from inference.engines.marks import Spans, fresh_mark, read_spans, unproven
 from inference.engines.policies import PolicyDirectory, PolicyFiles, Prepared, Preparer, served_directory
 from inference.engines.probes import difference
@@ -299,6 +299,11 @@ class SglangEngine(StreamsWhole):
         if params.grammar is not None:
             sampling["structural_tag"] = params.grammar
         answer = await self._client.call("POST", "/generate", body)
+        with reading(self._client.base):
+            return self._completion(answer, params, version)
+
+    def _completion(self, answer: dict[str, Any], params: SamplingParams, version: str) -> Completion:
+        """The completion in an answer. Raises EngineError and StaleVersion."""
         found = answer["meta_info"]
         entries = found.get("output_token_logprobs") or []
         tokens = [int(entry[1]) for entry in entries]
@@ -308,8 +313,10 @@ class SglangEngine(StreamsWhole):
                 " to them"
             )
         ended = found["finish_reason"]
-        if ended is None or ended["type"] not in _REASONS:
-            raise EngineError(f"SGLang ended a completion with {ended!r}: known are stop, length, abort")
+        if ended is None or ended["type"] not in _REASONS or (ended["type"] != "abort" and not tokens):
+            raise EngineError(
+                f"SGLang ended a completion of {len(tokens)} tokens with {ended!r}: known are stop, length, abort"
+            )
         spans = read_spans(
             f"SGLang at {self._client.base}", found.get("weight_versions"), len(tokens), version, self._proven
         )

@@ -25,6 +25,7 @@ from inference.engines.base import (
     FinishReason,
     Piece,
     SamplingParams,
+    check_sampled,
     check_streamable,
     empty_piece,
     piece_of,
@@ -32,7 +33,7 @@ from inference.engines.base import (
     require_unrestricted,
 )
 from inference.engines.config import VllmConfig
-from inference.engines.http import JsonClient
+from inference.engines.http import JsonClient, reading
 from inference.engines.marks import UNMARKED, read_spans
 from inference.engines.policies import PolicyDirectory, PolicyFiles, Prepared, Preparer, served_directory
 from inference.engines.seeds import mixed_seed
@@ -109,7 +110,7 @@ class VllmEngine:
         client, body = await self._request(prompt_ids, params)
         async with self._recovering(client):
             answer = await client.call("POST", _GENERATE, body)
-        return await self._made(answer, params)
+        return await self._made(client, answer, params)
 
     async def stream(self, prompt_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Piece]:
         """See Engine.stream. The server names the versions of tokens at the end only, so they are yielded then.
@@ -122,13 +123,14 @@ class VllmEngine:
         events = client.events(_GENERATE, body | {"stream": True})
         async with self._recovering(client), aclosing(events):
             async for event in events:
-                for last in event["choices"]:
-                    if not tokens and last["token_ids"]:
-                        yield empty_piece()
-                    tokens += last["token_ids"] or []
-                    content += (last["logprobs"] or {}).get("content") or []
+                with reading(client.base):
+                    for last in event["choices"]:
+                        if not tokens and last["token_ids"]:
+                            yield empty_piece()
+                        tokens += last["token_ids"] or []
+                        content += (last["logprobs"] or {}).get("content") or []
         whole = last | {"token_ids": tokens, "logprobs": {"content": content}}
-        yield piece_of(await self._made({"choices": [whole]}, params))
+        yield piece_of(await self._made(client, {"choices": [whole]}, params))
 
     def streams(self, params: SamplingParams) -> bool:
         """See Engine.streams."""
@@ -163,14 +165,16 @@ class VllmEngine:
         tokens = [int(token) for token in prompt_ids]
         return client, {"token_ids": tokens, "sampling_params": sampling, "cache_salt": self._files.version}
 
-    async def _made(self, answer: dict[str, Any], params: SamplingParams) -> Completion:
+    async def _made(self, client: JsonClient, answer: dict[str, Any], params: SamplingParams) -> Completion:
         """The completion in an answer, its versions proven; under a grammar with what that left to draw from, which
         vLLM does not return. Raises EngineError.
         """
-        completion = self._completion(answer, routed=params.routing_from is not None)
+        with reading(client.base):
+            completion = self._completion(answer, routed=params.routing_from is not None)
         if params.grammar is None:
             return completion
         vocabulary = await asyncio.to_thread(self._vocabulary)
+        check_sampled(completion, params.max_tokens, vocabulary.size)
         # compiled here, so that the thread below finds it and waits for no other grammar
         await compiled_async(params.grammar, vocabulary, params.stop_token_ids)
         return await asyncio.to_thread(with_supports, completion, params, vocabulary)

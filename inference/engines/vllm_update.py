@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from inference.engines.http import JsonClient
+from inference.engines.http import JsonClient, reading
 from inference.engines.marks import UNPROVEN, fresh_mark, unproven
 from inference.engines.probes import Probe, difference
 from inference.errors import EngineError, EngineUnreachable, StaleVersion, WeightsDiffer
@@ -153,11 +153,12 @@ async def score(client: JsonClient, token_ids: list[int], salt: str) -> tuple[li
     params = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False, "ignore_eos": True}
     body = {"token_ids": token_ids, "sampling_params": params, "cache_salt": salt}
     answer = await client.call("POST", "/inference/v1/generate", body)
-    choice = answer["choices"][0]
-    if choice["finish_reason"] == "abort" or answer["prompt_logprobs"] is None:
-        raise EngineUnreachable(f"{client.base} ended a scoring request early: retry")
-    found = zip(token_ids[1:], answer["prompt_logprobs"][1:], strict=True)
-    return [0.0, *(entry[str(token)]["logprob"] for token, entry in found)], choice["weight_versions"] or []
+    with reading(client.base):
+        choice = answer["choices"][0]
+        if choice["finish_reason"] == "abort" or answer["prompt_logprobs"] is None:
+            raise EngineUnreachable(f"{client.base} ended a scoring request early: retry")
+        found = zip(token_ids[1:], answer["prompt_logprobs"][1:], strict=True)
+        return [0.0, *(entry[str(token)]["logprob"] for token, entry in found)], choice["weight_versions"] or []
 
 
 async def _conclude(update: _Update) -> None:

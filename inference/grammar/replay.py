@@ -22,8 +22,8 @@ FORCED_TOLERANCE = 1e-3
 def with_supports(completion: Completion, params: SamplingParams, vocabulary: Vocabulary) -> Completion:
     """The completion with its supports and forced tokens. May take seconds, for a new grammar.
 
-    Raises EngineError for a token that the grammar does not allow, and for a forced one with another log probability
-    than 0.
+    Raises EngineError for a token that the grammar does not allow, for a forced one with another log probability than
+    0, and for a grammar that takes too long to follow.
     """
     assert params.grammar is not None
     matcher = Matcher(compiled(params.grammar, vocabulary, params.stop_token_ids), vocabulary.size)
@@ -45,4 +45,5 @@ def with_supports(completion: Completion, params: SamplingParams, vocabulary: Vo
             )
         logprobs.append(0.0 if forced[-1] else logprob)
         matcher.accept(token)
+        matcher.check_cost()
     return replace(completion, logprobs=logprobs, supports=writer.supports(), forced=forced if any(forced) else None)

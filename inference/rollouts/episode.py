@@ -25,7 +25,7 @@ from contracts.retries import backoff_s
 from contracts.store import Store
 from contracts.tasks import Task
 from envd.client import EnvdError, Limits, SandboxClient
-from inference.engines.base import Completion, Engine, SamplingParams
+from inference.engines.base import Completion, Engine, SamplingParams, check_sampled
 from inference.engines.spans import completed, request_span
 from inference.errors import (
     EngineError,
@@ -65,6 +65,8 @@ class Player:
     """Bounds the episodes in flight."""
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once the others are to be carried over: episodes then end UNFINISHED before their next turn."""
+    vocabulary: int = 0
+    """Token ids of the policy are below it; 0: unknown."""
 
     @classmethod
     def of(
@@ -78,10 +80,14 @@ class Player:
         key: str,
         limits: Limits = Limits(),
         store: Store | None = None,
+        vocabulary: int = 0,
     ) -> Player:
-        """Player with `config.concurrency` episodes in flight. limits: of each sandbox. store: has tasks' runtimes."""
+        """Player with `config.concurrency` episodes in flight. limits: of each sandbox. store: has tasks' runtimes.
+        vocabulary: see Player.vocabulary.
+        """
         workspaces = Workspaces(sandboxes, limits, config.episode_timeout_s, store)
-        return cls(engine, workspaces, tokenizer, config, policy_version, key, asyncio.Semaphore(config.concurrency))
+        gate = asyncio.Semaphore(config.concurrency)
+        return cls(engine, workspaces, tokenizer, config, policy_version, key, gate, vocabulary=vocabulary)
 
 
 async def play_episode(
@@ -278,6 +284,7 @@ class Attempt:
             with request_span(len(self._transcript), params) as span:
                 completion = await self._player.engine.generate(self._transcript.token_ids, params)
                 span.set(completed(len(completion.token_ids), completion.finish_reason, completion.spans))
+            check_sampled(completion, room, self._player.vocabulary)
         except RequestTooLong:
             return None
         except StaleVersion:

@@ -87,9 +87,10 @@ async def run_shard(
     progress: Progress = no_progress,
     limits: Limits = Limits(),
     seconds: Mapping[str, float] | None = None,
+    vocabulary: int = 0,
 ) -> ShardReport:
     """Sample and commit every group of `shard`, refills included. seconds: of an episode, by task, as far as known; the
-    longest begin first.
+    longest begin first. vocabulary: see Player.vocabulary.
 
     Cancellation and SIGTERM close all sandboxes and keep what is committed.
 
@@ -104,6 +105,7 @@ async def run_shard(
         key=plan.key,
         limits=limits,
         store=store,
+        vocabulary=vocabulary,
     )
     owner, meter = ClaimOwner(store, plan.key), Meter(shard, progress)
     commits = _GroupCommits(plan, shard, tasks, store, grader, owner, player.stopping)

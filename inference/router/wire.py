@@ -7,6 +7,7 @@ numbers or bytes.
 
 from __future__ import annotations
 
+import struct
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -30,6 +31,10 @@ _FIELDS = {
 }
 """Names of the values of an event that is an array, after its own name."""
 _USES = {"events": "cache events", "redis": "routers that share a Redis server"}
+_NUMBER = struct.Struct(">Q")
+"""A sequence number."""
+_INVALID = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError, struct.error)
+"""Raised by reading what is no batch of events."""
 _WHOLE = ("full_attention", "mla_attention")
 """Kinds of attention whose blocks hold a whole prefix."""
 
@@ -62,9 +67,10 @@ class WireDecoder:
         try:
             _, events, *_ = self._decode(payload)
             found = [self._event(_fields(each)) for each in events]
-        except (ValueError, TypeError, KeyError, IndexError) as error:
+            (number,) = _NUMBER.unpack(sequence)
+        except _INVALID as error:
             raise RouterError(f"a message is no batch of cache events: {type(error).__name__}: {error}") from None
-        return Batch(int.from_bytes(sequence, "big"), [each for each in found if each is not None])
+        return Batch(number, [each for each in found if each is not None])
 
     def _event(self, fields: Mapping[str, Any]) -> Event | None:
         kind, group = fields["type"], fields.get("group_idx")
@@ -77,13 +83,17 @@ class WireDecoder:
         if group in self._partial or fields.get("medium") not in (None, "GPU"):
             return None
         if kind == "BlockRemoved":
-            return Removed(fields["block_hashes"])
+            return Removed(_hashes(fields["block_hashes"]))
         if kind != "BlockStored":
             return None
-        parent = fields["parent_block_hash"]
+        blocks, parent = _hashes(fields["block_hashes"]), fields["parent_block_hash"]
+        if parent is not None:
+            _hashes([parent])
         tokens = np.array(fields["token_ids"], np.int32)
+        if tokens.ndim != 1:
+            raise TypeError("token_ids is no list of integers")
         root = None if parent is not None else _namespace(fields.get("extra_keys"), fields.get("cache_salt"))
-        return Stored(fields["block_hashes"], parent, tokens, fields["block_size"], root)
+        return Stored(blocks, parent, tokens, fields["block_size"], root)
 
 
 def encode(batch: Batch) -> tuple[bytes, bytes]:
@@ -97,6 +107,13 @@ def _fields(event: Any) -> Mapping[str, Any]:
         return event
     name, *values = event
     return {"type": name, **dict(zip(_FIELDS.get(name, ()), values, strict=False))}
+
+
+def _hashes(found: Any) -> list[int | bytes | str]:
+    """Block hashes of an event. Raises TypeError for other values."""
+    if not isinstance(found, list) or not all(isinstance(each, int | bytes | str) for each in found):
+        raise TypeError("block hashes are no numbers or bytes")
+    return found
 
 
 def _namespace(extra: Sequence[Sequence[Any] | None] | None, salt: str | None) -> int | None:

@@ -9,7 +9,8 @@ import io
 import json
 import math
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -462,6 +463,48 @@ def test_turn_whose_engine_raises_cancelled_error_ends_as_lost(long_policies: li
             async with asyncio.timeout(20):
                 turned = await client.step(episode, 1)
             assert turned.finish == pb.ENGINE_LOST and turned.tokens and not bridge.sessions.running
+        await engine.close()
+
+    asyncio.run(run())
+
+
+class WrongEngine(DelegatingEngine):
+    """Its streams have a piece that `change` makes of the second one."""
+
+    def __init__(self, inner: BuiltinEngine, change: Callable[[Piece], Piece]) -> None:
+        super().__init__(inner)
+        self._change = change
+
+    async def stream(self, prompt_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Piece]:
+        async with contextlib.aclosing(self.inner.stream(prompt_ids, params)) as pieces:
+            yield await anext(pieces)
+            yield self._change(await anext(pieces))
+            await asyncio.Future()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda piece: replace(piece, logprobs=piece.logprobs * np.float32("nan")),
+        lambda piece: replace(piece, logprobs=-piece.logprobs),
+        lambda piece: replace(piece, token_ids=piece.token_ids + 10**6),
+        lambda piece: replace(piece, spans=[("v1", 0, len(piece.token_ids) - 1)]),
+        lambda piece: Piece(piece.token_ids.repeat(3000), piece.logprobs.repeat(3000), [("v1", 0, 3000)]),
+    ],
+    ids=["nan", "positive", "foreign", "spans", "long"],
+)
+def test_turn_whose_engine_returns_what_no_policy_samples_ends_as_lost(
+    long_policies: list[Path], tmp_path: Path, change: Callable[[Piece], Piece]
+) -> None:
+    async def run() -> None:
+        engine = WrongEngine(BuiltinEngine(long_policies[0], "v1", threads=1), change)
+        async with bridged(engine, limits_of(long_policies[0]), tmp_path) as (client, _):
+            episode = new_id()
+            await client.start(start_request(episode, sampling=pb.Sampling(max_tokens=2000, seed=7)))
+            async with asyncio.timeout(20):
+                turned = await client.step(episode, 1)
+            assert turned.finish == pb.ENGINE_LOST and 0 < len(turned.tokens) < 2000
+            assert max(turned.tokens) < 10**6 and all(logprob <= 0 for logprob in turned.logprobs)
         await engine.close()
 
     asyncio.run(run())

@@ -15,7 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 Reply = tuple[int, Any]
-"""(status, JSON body, or a str sent as it is)."""
+"""(status, JSON body, a str sent as it is, or bytes of gzip)."""
 Behave = Callable[[str, dict[str, Any]], Reply]
 """(path, request body) -> reply."""
 
@@ -70,11 +70,14 @@ def judge_server(behave: Behave) -> Iterator[JudgeServer]:
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             status, answer = state.reply(self.path, dict(self.headers), body)
-            data = (answer if isinstance(answer, str) else json.dumps(answer)).encode()
+            packed = isinstance(answer, bytes)
+            data = answer if packed else (answer if isinstance(answer, str) else json.dumps(answer)).encode()
             try:
                 self.send_response(status)
                 self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(data)))
+                if packed:
+                    self.send_header("Content-Encoding", "gzip")
                 self.end_headers()
                 self.wfile.write(data)
             except ConnectionError:

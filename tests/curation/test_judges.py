@@ -5,6 +5,7 @@ talk to the judge.
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import re
 from collections.abc import Iterator
@@ -147,8 +148,18 @@ def test_json_in_a_code_fence_counts_as_an_answer(store: LocalStore) -> None:
     assert graded.evidence["value"].to_pylist() == [0.5] and "response_format" not in server.asked[0]
 
 
-@pytest.mark.parametrize("fault", [(503, "busy"), (429, {"error": "slow down"}), (200, "<html>"), (200, {"odd": 1})])
-def test_an_infrastructure_fault_is_tried_again(store: LocalStore, fault: Reply) -> None:
+@pytest.mark.parametrize(
+    "fault",
+    [
+        *((503, "busy"), (429, {"error": "slow down"}), (200, "<html>"), (200, {"odd": 1}), (200, "[" * 100_000)),
+        *((200, json.dumps(scored(5)[1]) + " " * 2000), (200, gzip.compress(json.dumps(scored(5)[1]).encode()))),
+    ],
+    ids=["503", "429", "html", "odd", "deep", "long", "gzip"],
+)
+def test_an_infrastructure_fault_is_tried_again(
+    store: LocalStore, fault: Reply, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(curation.rewards.endpoint, "MAX_REPLY", 2000)
     replies = iter([fault, fault])
     with judge_server(lambda path, body: next(replies, scored(5))) as server:
         graded = grade(store, rollouts(store, [episode("a")]), judging(server))

@@ -43,6 +43,7 @@ def scoring(url: str, api: str, **changes: Any) -> RewardConfig:
         ("pooling", {"index": 0, "data": []}, {}, None),
         ("pooling", {"index": 0, "data": "AACAPw=="}, {}, None),
         ("score", {"index": 0, "score": None}, {}, None),
+        ("score", {"index": 0, "score": 10**400}, {}, None),
     ],
 )
 def test_a_score_is_read_from_the_routes_own_shape(

@@ -12,9 +12,12 @@ from typing import Any
 
 import pytest
 
+from inference.errors import RouterError
 from inference.router import Batch, Cleared, Namespace, Removed, Router, Stored
 from inference.router.publisher import EventPublisher
+from inference.router.residency import Event
 from inference.router.subscriber import Subscriptions
+from inference.router.wire import WireDecoder, encode
 
 pytest.importorskip("zmq")
 msgspec = pytest.importorskip("msgspec")
@@ -223,6 +226,38 @@ async def test_a_restarted_server_counts_as_empty_and_is_followed_again() -> Non
     await reached(again)
     await subscriptions.close()
     publisher.close()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        Stored(["b2"], "b1", [2**40] * SIZE, SIZE),
+        Stored(["b2"], "b1", [[1]] * SIZE, SIZE),  # type: ignore[list-item]
+        Stored([["b2"]], "b1", PROMPT[:SIZE], SIZE),  # type: ignore[list-item]
+        Stored(["b2"], ["b1"], PROMPT[:SIZE], SIZE),  # type: ignore[arg-type]
+        Removed([["b1"]]),  # type: ignore[list-item]
+    ],
+)
+async def test_event_with_impossible_values_ends_the_subscription_only(
+    wrong: Event, caplog: pytest.LogCaptureFixture
+) -> None:
+    port = events_port()
+    publisher = EventPublisher("127.0.0.1", port)
+    publisher(Batch(0, [ours(2)]))
+    router, subscriptions = followed(port)
+    await reached(lambda: cached(router) == 2 * SIZE)
+    with caplog.at_level(logging.WARNING):
+        publisher(Batch(1, [wrong]))
+        await reached(lambda: "not followed any more: a message is no batch of cache events" in caplog.text)
+    assert cached(router) == 0
+    await subscriptions.close()
+    publisher.close()
+
+
+def test_sequence_number_of_another_size_is_refused() -> None:
+    _, payload = encode(Batch(0, [Cleared()]))
+    with pytest.raises(RouterError, match="no batch of cache events"):
+        WireDecoder().batch(b"\xff" * 40, payload)
 
 
 async def test_blocks_of_another_size_end_the_subscription_only(caplog: pytest.LogCaptureFixture) -> None:

@@ -36,6 +36,8 @@ class _Server(BaseHTTPRequestHandler):
     """
 
     tokenizer: ClassVar[Tokenizer | None] = None
+    raw: ClassVar[tuple[str, bytes] | None] = None
+    """Content type and body of completions, in place of its own."""
 
     def do_GET(self) -> None:
         card = {"id": "policy", "object": "model", "owned_by": "vllm", "root": SERVED, "parent": None}
@@ -51,11 +53,13 @@ class _Server(BaseHTTPRequestHandler):
         }
         if self.tokenizer is not None and isinstance(body["prompt"], str):
             choice["prompt_token_ids"] = self.tokenizer.encode(body["prompt"], add_special_tokens=False).ids
-        self._reply({"model": body["model"], "choices": [choice], "usage": {"prompt_tokens": len(body["prompt"])}})
+        answer = {"model": body["model"], "choices": [choice], "usage": {"prompt_tokens": len(body["prompt"])}}
+        self._reply(answer, self.raw)
 
-    def _reply(self, reply: dict[str, Any]) -> None:
-        body = json.dumps(reply).encode()
+    def _reply(self, reply: dict[str, Any], raw: tuple[str, bytes] | None = None) -> None:
+        kind, body = raw or ("application/json", json.dumps(reply).encode())
         self.send_response(200)
+        self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
@@ -95,6 +99,24 @@ async def test_turns_of_one_episode_get_random_numbers_of_their_own(address: str
     params = SamplingParams(1.0, 1, seed=2**64 - 1)
     drawn = [(await engine.generate([1] * length, params)).token_ids[0] for length in (1, 2, 3, 3)]
     assert len(set(drawn)) == 3 and drawn[2] == drawn[3]
+    await engine.close()
+
+
+@pytest.mark.parametrize(
+    "reply",
+    ["null", "5", "[" * 100_000, '{"choices": [null]}', '{"choices": 5}', '{"error": "lost"}', '{"model": "policy"}'],
+)
+async def test_reply_of_another_shape_is_an_error_of_the_engine(
+    address: str, monkeypatch: pytest.MonkeyPatch, reply: str
+) -> None:
+    engine, params = open_engine(OpenAIConfig(base_url=address), Path(SERVED), "ab" * 32), SamplingParams(1.0, 4, 0)
+    monkeypatch.setattr(_Server, "raw", ("application/json", reply.encode()))
+    for call in (engine.generate([1], params), engine.score([1, 2])):
+        with pytest.raises(EngineError, match="sent an invalid reply"):
+            await call
+    monkeypatch.setattr(_Server, "raw", ("text/event-stream", f"data: {reply}\n\n".encode()))
+    with pytest.raises(EngineError, match="sent an invalid"):
+        await anext(engine.stream([1], params))
     await engine.close()
 
 

@@ -25,6 +25,7 @@ from inference.engines.base import Completion, SamplingParams
 from inference.engines.builtin import BuiltinEngine
 from inference.errors import EngineError
 from inference.grammar import compiled as compiling
+from inference.grammar import matcher as matching
 from inference.grammar.compiled import Vocabulary, compiled
 from inference.grammar.matcher import Matcher
 from inference.grammar.replay import with_supports
@@ -287,6 +288,29 @@ def test_a_grammar_that_explodes_is_refused_in_bounded_time(policy: Path, monkey
             Vocabulary.of(policy / "tokenizer.json", SIZE),
             [2],
         )
+
+
+async def test_a_grammar_that_is_slow_to_follow_ends_its_request_alone(
+    policy: Path, engine: BuiltinEngine, tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ambiguous = {"type": "grammar", "grammar": 'root ::= root root | [^x] | ""'}
+    grammar = json.dumps({"type": "structural_tag", "format": ambiguous})
+    ((prompt, params),) = requests(tokenizer, 1, grammar=grammar, max_tokens=30)
+    begun = await engine.generate(prompt, params)
+    assert len(begun.token_ids) == 30
+    monkeypatch.setattr(matching, "TOKEN_S", 0.001)
+    longer = replace(params, max_tokens=200)
+    good = requests(tokenizer, 3)
+    found = await asyncio.gather(
+        *(engine.generate(*each) for each in ((prompt, longer), *good)), return_exceptions=True
+    )
+    assert isinstance(found[0], EngineError) and "takes more than 1 ms of processor time a token" in str(found[0])
+    assert all(isinstance(each, Completion) for each in found[1:])
+    monkeypatch.setattr(matching, "TOKEN_S", 0.00001)
+    with pytest.raises(EngineError, match="of processor time a token"):
+        await engine.generate([*prompt, *begun.token_ids], replace(longer, begun=30))
+    with pytest.raises(EngineError, match="of processor time a token"):
+        with_supports(begun, params, Vocabulary.of(policy / "tokenizer.json", SIZE))
 
 
 async def test_a_slow_grammar_holds_up_no_known_one_and_no_thread_of_the_pool(

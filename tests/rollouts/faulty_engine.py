@@ -1,18 +1,20 @@
-"""A proxy before an engine's server that lets requests hang, drops their answers, fails them, or has them answered by
-another policy.
+"""A proxy before an engine's server that lets requests hang, drops their answers, fails them, or changes answers: to
+those of another policy, or to what no policy samples.
 """
 
 from __future__ import annotations
 
 import http.client
 import json
+import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, ClassVar, Literal
 
-Kind = Literal["hang", "drop", "fail", "wrong_version"]
+Kind = Literal["hang", "drop", "fail", "wrong_version", "null", "deep"] | str
+"""Others are those of _CHANGES."""
 
 
 class Faults:
@@ -76,7 +78,7 @@ class _Handler(BaseHTTPRequestHandler):
         if fault == "drop":
             self.close_connection = True
             return
-        self._answer(response.status, _as_of_another_policy(data) if fault == "wrong_version" else data)
+        self._answer(response.status, data if fault is None else _changed(data, fault))
 
     do_GET = do_POST = _pass_on
 
@@ -92,8 +94,44 @@ class _Handler(BaseHTTPRequestHandler):
         """Silent."""
 
 
-def _as_of_another_policy(data: bytes) -> bytes:
+def _changed(data: bytes, kind: Kind) -> bytes:
+    if kind == "null":
+        return b"null"
+    if kind == "deep":
+        return b"[" * 100_000
     answer = json.loads(data)
     for choice in answer["choices"]:
-        choice["policy_spans"] = [["e" * 64, start, end] for _, start, end in choice["policy_spans"]]
+        _CHANGES[kind](choice)
     return json.dumps(answer).encode()
+
+
+def _of_another_policy(choice: dict[str, Any]) -> None:
+    choice["policy_spans"] = [["e" * 64, start, end] for _, start, end in choice["policy_spans"]]
+
+
+def _too_long(choice: dict[str, Any]) -> None:
+    for values in (choice["token_ids"], choice["logprobs"]["token_logprobs"]):
+        values += values * 200
+    choice["policy_spans"][-1][2] = len(choice["token_ids"])
+
+
+def _with_token(token: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda choice: choice["token_ids"].__setitem__(0, token)
+
+
+def _with_logprob(logprob: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda choice: choice["logprobs"]["token_logprobs"].__setitem__(0, logprob)
+
+
+_CHANGES: dict[str, Callable[[dict[str, Any]], None]] = {
+    "wrong_version": _of_another_policy,
+    "too_long": _too_long,
+    "foreign_token": _with_token(10**7),
+    "negative_token": _with_token(-5),
+    "text_token": _with_token("5"),
+    "null_logprob": _with_logprob(None),
+    "nan_logprob": _with_logprob(math.nan),
+    "positive_logprob": _with_logprob(7.5),
+    "text_logprob": _with_logprob("-1"),
+    "short_spans": lambda choice: choice["policy_spans"][-1].__setitem__(2, 0),
+}

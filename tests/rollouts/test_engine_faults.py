@@ -70,6 +70,7 @@ def sample(store: LocalStore, faults: Faults, envd: LocalEnvd, tokenizer: ChatTo
                     tasks=TASKS,
                     store=store,
                     grader=GraderByDiff(),
+                    vocabulary=tokenizer.vocabulary_size,
                 )
         finally:
             await engine.close()
@@ -93,6 +94,21 @@ def test_lost_engine_reply_is_retried_with_equal_groups(
     faults.coming = [None, kind, None, kind]  # type: ignore[list-item]
     assert sample(LocalStore(tmp_path), faults, envd, tokenizer, timeout_s=6 if kind == "hang" else 60) == undisturbed
     assert faults.met == [kind, kind]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("null", "deep", "too_long", "short_spans", "foreign_token", "negative_token", "text_token"),
+        *("null_logprob", "nan_logprob", "positive_logprob", "text_logprob"),
+    ],
+)
+def test_reply_that_no_policy_samples_is_retried_and_not_committed(
+    kind: str, faults: Faults, undisturbed: str, tmp_path: Path, envd: LocalEnvd, tokenizer: ChatTokenizer
+) -> None:
+    faults.coming = [None, kind]
+    assert sample(LocalStore(tmp_path), faults, envd, tokenizer) == undisturbed
+    assert faults.met == [kind]
 
 
 def test_what_another_policy_sampled_is_refused_and_not_committed(
