@@ -642,7 +642,9 @@ def test_a_turn_of_many_stuck_calls_is_answered(namespaces: Harness) -> None:
     async def job(sandbox: ManagedSandbox) -> list[ToolResult]:
         return await sandbox.batch([python("10 ** 10 ** 8")] * 18, timeout_s=1)
 
-    assert len([each for each in namespaces.sandbox(job, toolset=ALL) if each.timed_out]) == 18
+    found = namespaces.sandbox(job, toolset=ALL)
+    late = "timed out after 1 s", "error: the interpreter has not started in time"  # the latter on a busy machine
+    assert len(found) == 18 and [each.text for each in found if not each.text.split("]\n")[-1].startswith(late)] == []
 
 
 def test_an_interpreter_that_ends_is_told_and_started_anew(namespaces: Harness) -> None:
