@@ -14,6 +14,8 @@ from envd.connection import ERROR_NUMBER, IDEMPOTENCY_KEY, Access, Metadata
 
 RPC_GRACE_S = 30.0
 """What an RPC may take beyond the tool's own deadline: queueing and transport on a busy machine."""
+PYTHON_GRACE_S = 5.0
+"""What a call of the tool `python` may take, beyond its deadline, to interrupt the code and keep its variables."""
 _KINDS: dict[grpc.StatusCode, type[errors.EnvdError]] = {
     grpc.StatusCode.NOT_FOUND: errors.SandboxGone,
     grpc.StatusCode.FAILED_PRECONDITION: errors.TemplateError,

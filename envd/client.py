@@ -28,7 +28,7 @@ import grpc
 from contracts import tracing
 from contracts.pb import envd_pb2 as pb
 from contracts.pb import envd_pb2_grpc as rpc
-from envd.calling import RPC_GRACE_S, Caller
+from envd.calling import PYTHON_GRACE_S, RPC_GRACE_S, Caller
 from envd.connection import SANDBOX_TOKEN, Access, Metadata
 from envd.errors import (
     BaseMissing,
@@ -379,7 +379,8 @@ class Sandbox:
             ],
             timeout_s=timeout_s,
         )
-        deadline_s = timeout_s * max(1, len(calls)) + RPC_GRACE_S
+        graces_s = PYTHON_GRACE_S * sum(call.name == "python" for call in calls)
+        deadline_s = timeout_s * max(1, len(calls)) + graces_s + RPC_GRACE_S
         reply = await self._ask("tools.Batch", request, deadline_s, idempotency_key)
         return [tool_result_of(each) for each in reply.results]
 

@@ -82,8 +82,11 @@ class StateCommand:
 def _changing(method: Callable[[ManagedSandbox], Awaitable[object]]) -> Callable[..., Awaitable[_Said]]:
     async def run(client: OperationsClient, arguments: argparse.Namespace) -> _Said:
         sandbox = client.attach(_handle(arguments.sandbox))
+        before = (await sandbox.status()).state
         await method(sandbox)
-        return await _told(sandbox)
+        said = await _told(sandbox)
+        lost = said["lost"] if "hibernated" in (before, said["state"]) else []  # else it tells of an earlier command
+        return said | {"lost": lost}
 
     return run
 
@@ -130,10 +133,13 @@ def _handle(file: str) -> Handle:
     """Handle of a file. Raises EnvdError."""
     try:
         found = json.loads(sys.stdin.read() if file == "-" else Path(file).read_text())
-        return Handle(str(found["id"]), str(found["token"]))
+        texts = (found["id"], found["token"])
+        if not all(isinstance(each, str) and each.isascii() and each.isprintable() for each in texts):
+            raise ValueError(f"not printable ASCII: {file}")
+        return Handle(*texts)
     except OSError as error:
         raise EnvdError(f"SANDBOX: {describe(error)}: name a file with the sandbox's handle, see --help") from None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise EnvdError(f'SANDBOX: {file} is no handle: it must be JSON with "id" and "token"') from None
 
 

@@ -7,6 +7,7 @@ import json
 import re
 from pathlib import Path
 
+from envd.calling import PYTHON_GRACE_S
 from envd.guest.link import GuestLink
 from envd.server.guestprocess import candidates, run_in_guest
 from envd.tools import connectors
@@ -14,8 +15,6 @@ from envd.tools.files import ToolError
 from envd.tools.output import Output
 from envd.types import ToolCall, ToolResult
 
-GRACE_S = 5.0
-"""How long the `python` tool may take, beyond its deadline, to interrupt the code and keep its variables."""
 MAX_CALL_BYTES = 120_000
 """Of a call's arguments as JSON: Linux passes at most 128 KiB in one argument of a program."""
 _MODULES = {"sql": ("sql",), "http": ("web",), "browse": ("web", "browse"), "python": ("interpreter",)}
@@ -28,7 +27,7 @@ async def run_connector(guest: GuestLink, call: ToolCall, timeout_s: float) -> T
     if call.name == "python":
         arguments["timeout_s"] = timeout_s = min(timeout_s, arguments.get("timeout_s", timeout_s))
         arguments["resident"] = _source("resident")
-        timeout_s += GRACE_S
+        timeout_s += PYTHON_GRACE_S
     sent = json.dumps(arguments)
     if len(sent) > MAX_CALL_BYTES:
         raise ToolError(f"error: {call.name}: the call is too long: put long text into a file")

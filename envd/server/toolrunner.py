@@ -15,9 +15,10 @@ from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 from contracts.visible import visible
+from envd.calling import PYTHON_GRACE_S
 from envd.errors import EnvdError
 from envd.guest.link import GuestLink, ShellResult
-from envd.server.connectors import GRACE_S, run_connector
+from envd.server.connectors import run_connector
 from envd.server.linting import lint
 from envd.server.semantic import semantic_search
 from envd.server.textsearch import search_text
@@ -84,7 +85,7 @@ async def _together(guest: GuestLink, calls: Sequence[ToolCall], timeout_s: floa
 async def _one(guest: GuestLink, call: ToolCall, timeout_s: float) -> ToolResult:
     started = time.monotonic()
     try:
-        async with asyncio.timeout(timeout_s + (GRACE_S if call.name == "python" else 0)):
+        async with asyncio.timeout(timeout_s + (PYTHON_GRACE_S if call.name == "python" else 0)):
             result = await _drive(guest, call, timeout_s)
     except TimeoutError:
         text = f"timed out after {timeout_s:g} s"

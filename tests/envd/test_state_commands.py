@@ -89,6 +89,7 @@ def test_a_sandbox_hibernates_and_resumes_and_what_is_lost_is_told(command: Comm
         "backend": "namespaces",
         "lost": ["processes"],
     }
+    assert [command.json(name, handle)["lost"] for name in ("pause", "resume")] == [[], []]
 
 
 def test_what_fork_and_restore_print_is_a_handle_for_the_next_command(
@@ -117,8 +118,13 @@ def test_a_sandbox_moves_to_another_server(command: Command, handle: Path, names
 
 def test_wrong_handles_ids_and_servers_are_one_clear_error(command: Command, handle: Path, tmp_path: Path) -> None:
     assert "SANDBOX: " in command.fails("fork", tmp_path / "none")
-    (tmp_path / "odd").write_text("[1]")
-    assert command.fails("fork", tmp_path / "odd").endswith('is no handle: it must be JSON with "id" and "token"\n')
+    halves = [f'{{"id": "{half}", "token": "x"}}' for half in ("\\ud800", "a\\n")]
+    for text in (
+        *("[1]", "[" * 100_000, '{"id": null, "token": null}', '{"id": ["a"], "token": 5}', *halves),
+        '{"id": "a", "token": "\u00e9"}',
+    ):
+        (tmp_path / "odd").write_text(text)
+        assert command.fails("fork", tmp_path / "odd").endswith('is no handle: it must be JSON with "id" and "token"\n')
     (tmp_path / "unknown").write_text('{"id": "nobody", "token": "x"}')
     assert "nobody" in command.fails("hibernate", tmp_path / "unknown")
     wrong = json.loads(handle.read_text()) | {"token": "wrong"}

@@ -56,9 +56,12 @@ def test_an_import_names_the_toolset_of_tasks_that_name_none(tmp_path: Path, clo
     about = f"instruction: x\ntests: [{ADD!r}]\nreference: fix.patch\n"
     folder_task(tmp_path / "tasks/adds", about)
     folder_task(tmp_path / "tasks/bound", f"{about}toolset: files\n")
+    folder_task(tmp_path / "tasks/plain", f"{about}toolset: default\n")
+    folder_task(tmp_path / "tasks/asks", "instruction: x\nfinal_state: {kind: answer, rule: number, expected: 1}\n")
     rows = rows_file(tmp_path / "rows.jsonl", [row(clones[1])])
     found = {task.task_id: task.toolset for task in read_source(tmp_path / "tasks", toolset="default+sql").tasks}
-    assert found == {"adds": "default+sql", "bound": "files"}
+    assert found == {"adds": "default+sql", "bound": "files", "plain": "", "asks": "default+sql"}
+    assert [each.toolset for each in read_source(tmp_path / "tasks").tasks] == ["", "answer", "files", ""]
     assert [each.toolset for each in read_source(rows, clones[0], "default+sql").tasks] == ["default+sql"]
     assert [each.toolset for each in read_source(rows, clones[0], "default").tasks] == [""]
     with pytest.raises(EnvdError, match="after \\+, name each of sql"):

@@ -77,8 +77,11 @@ class TaskFile(Frozen):
         return ("answer" if self.final_state.kind == "answer" else "") if self.toolset is None else self.toolset
 
 
-def read_folder(folder: Path) -> Reading:
-    """The tasks of a folder, by name. Raises TaskError if no subfolder has a task.yaml."""
+def read_folder(folder: Path, toolset: str = "") -> Reading:
+    """The tasks of a folder, by name. toolset: of tasks that name none, also of those whose final state is an answer.
+
+    Raises TaskError if no subfolder has a task.yaml.
+    """
     reading = Reading()
     places = sorted(path.parent for path in folder.glob(f"*/{TASK_FILE}"))
     if not places:
@@ -88,6 +91,8 @@ def read_folder(folder: Path) -> Reading:
     for place in places:
         try:
             about = _about(place / TASK_FILE)
+            if toolset and about.toolset is None:
+                about = about.model_copy(update={"toolset": _known_toolset(toolset)})
             reading.tasks.append(task_of(_source(place, about, folder.resolve().name)))
         except TaskError as error:
             reading.broken.append(BrokenTask(task_id=place.name, reason=str(error)))

@@ -32,15 +32,18 @@ def read_source(source: Path, repos: Path | None = None, toolset: str = "") -> R
 
     repos: clones for the latter, by default beside it. toolset: of tasks that name none. Raises TaskError, EnvdError.
     """
-    wanted, reading = toolset_named(toolset).name, _read(source, repos)
+    wanted = toolset_named(toolset).name
+    if source.is_dir() and not is_harbor(source):
+        return read_folder(source, toolset)
+    reading = _read(source, repos)
     if wanted != DEFAULT_TOOLSET:
-        reading.tasks[:] = [dataclasses.replace(each, toolset=each.toolset or wanted) for each in reading.tasks]
+        reading.tasks[:] = [dataclasses.replace(each, toolset=wanted) for each in reading.tasks]
     return reading
 
 
 def _read(source: Path, repos: Path | None) -> Reading:
     if source.is_dir():
-        return read_harbor(source) if is_harbor(source) else read_folder(source)
+        return read_harbor(source)
     if source.is_file():
         return read_rows(source, repos or source.parent)
     raise TaskError(

@@ -13,58 +13,78 @@ from typing import Any
 from urllib.parse import quote, unquote, urldefrag, urlencode, urljoin, urlsplit
 
 from envd.tools.connectors.answers import Answer, Arguments, Refused, inside, kept
-from envd.tools.connectors.web import BODY, fetch, plain_opener
+from envd.tools.connectors.web import BODY, decoded, fetch, plain_opener
 
 LINES = 200
 """Lines of a page that one call shows."""
 WIDTH = 1000
 """Characters after which a line is broken at the next tag."""
 HISTORY = 50
+LAST = 253_402_300_799
+"""Second at which the year 9999 ends."""
 SILENT = {"script", "style", "template", "noscript", "svg"}
 INLINE = re.compile(
     "a|abbr|b|bdi|bdo|button|cite|code|em|font|i|img|input|kbd|label|mark|option|q|s|select|small|span|strong|sub|sup"
     "|textarea|u|var"
 )
 """Tags that begin no line."""
-SWITCHES = {"radio", "checkbox", "submit", "image"}
+BUTTONS = {"submit", "image"}
+SWITCHES = {"radio", "checkbox"} | BUTTONS
 State = dict[str, Any]
 
 
 class Field:
-    """A field of a form. options: values that it may have, None for any; a switch may also be off, the value ""."""
+    """A field of a form. values: what it sends; options: values that it may have, None for any; a switch may also be
+    off, the value "". many: whether several options may be chosen.
+    """
 
-    def __init__(self, value: str, options: list[str] | None = None, *, switch: bool = False) -> None:
-        self.value, self.options, self.switch = value, options, switch
+    def __init__(self, kind: str, values: list[str], options: list[str] | None = None, *, many: bool = False) -> None:
+        self.values, self.options, self.many = values, options, many
+        self.switch, self.button = kind in SWITCHES, kind in BUTTONS
 
     def add(self, value: str, *, chosen: bool) -> None:
         """Add one of the values that it may have."""
         self.options = self.options or []
         self.options.append(value)
-        if chosen:
-            self.value = value
+        if chosen and self.many:
+            self.values.append(value)
+        elif chosen:
+            self.values = [value]
+
+    @property
+    def allowed(self) -> list[str] | None:
+        """Values that may be given; None: any."""
+        return None if self.options is None else self.options + [""] * self.switch
 
 
 class Form:
-    """A form with its fields, by name."""
+    """A form with its fields, in order; names may be equal."""
 
     def __init__(self, action: str, method: str) -> None:
         self.action, self.method = action, method
-        self.fields: dict[str, Field] = {}
+        self.fields: list[tuple[str, Field]] = []
+        self.switches: dict[tuple[str, str], Field] = {}
+        """Of the fields, the switches, by kind and name: those of one name are one field."""
         self.sent_by = False
         """Whether a submit button was chosen; the first is."""
 
     def filled(self, given: dict[str, str]) -> str:
-        """The form's data with these values, encoded. Raises Refused."""
+        """The form's data with these values, encoded: one takes the place of all values of its name, and a button
+        that of the other buttons. Raises Refused.
+        """
         for name, value in given.items():
-            field = self.fields.get(name)
-            if field is None:
-                raise Refused(f"the form has no field {name[:100]!r}: it has {', '.join(self.fields) or 'none'}")
-            allowed = None if field.options is None else field.options + [""] * field.switch
-            if allowed is not None and value not in allowed:
+            named = [each for known, each in self.fields if known == name]
+            if not named:
+                known = ", ".join(dict.fromkeys(known for known, _ in self.fields))
+                raise Refused(f"the form has no field {name[:100]!r}: it has {known or 'none'}")
+            taking = next((each for each in named if each.allowed is None or value in each.allowed), None)
+            if taking is None:
+                allowed = dict.fromkeys(value for each in named for value in each.allowed or [])
                 raise Refused(f"the field {name[:100]!r} may be one of {', '.join(map(repr, allowed))}")
-            field.value = value
-        sent = [(name, each.value) for name, each in self.fields.items() if each.value or not each.switch]
-        return urlencode(sent)
+            for each in [each for _, each in self.fields if each.button] * taking.button + named:
+                each.values = []
+            taking.values = [value] if value or not taking.switch else []
+        return urlencode([(name, value) for name, each in self.fields for value in each.values])
 
 
 class Page(html.parser.HTMLParser):
@@ -78,7 +98,9 @@ class Page(html.parser.HTMLParser):
         self.forms: list[Form] = [Form(url, "get")]
         """The first has the fields that are in no form."""
         self._within = ""
-        self._list, self._area, self._unnamed, self._selected = Field(""), Field(""), False, False
+        self._base, self._form = "", self.forms[0]
+        self._list, self._area = Field("select", [], []), Field("textarea", [""])
+        self._unnamed, self._selected = False, False
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         """See HTMLParser."""
@@ -91,11 +113,15 @@ class Page(html.parser.HTMLParser):
         if tag == "a" and "href" in values:
             self.links.append(self._target(values["href"]))
             self._add(f"[{len(self.links)}] ")
+        elif tag == "base" and not self._base:
+            self._base = self._target(values.get("href", ""))
         elif tag == "img":
             self._add(values.get("alt", ""))
         elif tag == "form":
             self._add(f"(form {len(self.forms)})")
-            self.forms.append(Form(self._target(values.get("action", "")), values.get("method", "get").lower()))
+            action = values.get("action", "").strip()
+            self._form = Form(self._target(action) if action else self.url, values.get("method", "get").lower())
+            self.forms.append(self._form)
             self._break()
         elif tag == "option":
             self._selected, self._unnamed = "selected" in values, "value" not in values
@@ -106,37 +132,44 @@ class Page(html.parser.HTMLParser):
 
     def _target(self, reference: str) -> str:
         try:
-            return urljoin(self.url, reference.strip())
+            return urljoin(self._base or self.url, reference.strip())
         except ValueError:
             return reference
 
     def _control(self, tag: str, values: dict[str, str]) -> None:
-        form, name, value = self.forms[-1], values.get("name", ""), values.get("value", "")
+        form, name, value = self._form, values.get("name", ""), values.get("value", "")
         kind = values.get("type", {"input": "text", "button": "submit"}.get(tag, tag)).lower()
         self._add(f"<{kind} {name}{'=' + value if value else ''}> ")
         if tag == "select":
-            self._list = Field("", [])
+            self._list = Field(tag, [], [], many="multiple" in values)
         elif tag == "textarea":
-            self._area = Field("")
-        if not name or kind in ("reset", "button"):
+            self._area = Field(tag, [""])
+        if kind in ("reset", "button") or "disabled" in values:
+            return
+        on = "checked" in values or (kind in BUTTONS and not form.sent_by)
+        form.sent_by |= kind in BUTTONS
+        if not name:
             return
         if kind in SWITCHES and tag in ("input", "button"):
-            field = form.fields.setdefault(name, Field("", [], switch=True))
-            on = "checked" in values or (kind in ("submit", "image") and not form.sent_by)
-            form.sent_by |= kind in ("submit", "image")
+            field = form.switches.get((kind, name))
+            if field is None:
+                field = form.switches[kind, name] = Field(kind, [], [], many=kind == "checkbox")
+                form.fields.append((name, field))
             field.add(value or "on", chosen=on)
         else:
-            form.fields[name] = {"select": self._list, "textarea": self._area}.get(tag) or Field(value)
+            form.fields.append((name, {"select": self._list, "textarea": self._area}.get(tag) or Field(kind, [value])))
 
     def _option(self, value: str) -> None:
         self._add(f"<option {value}> ")
-        self._list.add(value, chosen=self._selected or not self._list.options)
+        self._list.add(value, chosen=self._selected or not (self._list.options or self._list.many))
 
     def handle_endtag(self, tag: str) -> None:
         """See HTMLParser."""
         self._unnamed = False
         if tag == self._within:
             self._within = ""
+        if tag == "form":
+            self._form = self.forms[0]
         if not INLINE.fullmatch(tag):
             self._break()
 
@@ -146,7 +179,7 @@ class Page(html.parser.HTMLParser):
         if within == "title":
             self.title = f"{self.title} {words}".strip()
         elif within == "textarea":
-            self._area.value = data
+            self._area.values = [data]
             self._add(data)
         elif within == "pre":
             self.lines[-1:] = [each.rstrip() for each in (self.lines[-1] + data).split("\n")]
@@ -207,22 +240,48 @@ def _go(history: list[str], url: str, data: str | None = None) -> State:
         path = inside(unquote(urlsplit(url).path) if url.startswith("file:") else url)
         with path.open("rb") as file:
             content = file.read(BODY + 1)
-        status, text, more = "", content[:BODY].decode("utf-8", "replace"), len(content) > BODY
+        status, text, more = "", "", len(content) > BODY
         url, markup = "file:///" + quote(str(path.relative_to(Path.cwd()))), path.suffix in (".html", ".htm", ".xhtml")
+        text = decoded(content[:BODY], markup)
     else:
         jar = _cookies()
         handlers = (urllib.request.HTTPErrorProcessor(), urllib.request.HTTPDefaultErrorHandler())
-        following = (urllib.request.HTTPRedirectHandler(), urllib.request.HTTPCookieProcessor(jar))
+        following = (_Redirects(), urllib.request.HTTPCookieProcessor(jar))
         headers = {} if data is None else {"Content-Type": "application/x-www-form-urlencoded"}
         found = fetch(url, "GET" if data is None else "POST", data, headers, plain_opener(*handlers, *following))
-        jar.save(ignore_discard=True)
+        _keep(jar)
         status = "" if found.status == 200 else f"HTTP {found.status} {found.reason}".split("\n")[0]
         text, more, url = found.text, found.more, found.url
-        markup = found.headers.get_content_type() in ("text/html", "application/xhtml+xml")
+        markup = found.markup
     state = {"history": [*history, url][-HISTORY:], "status": status, "text": text, "more": more, "markup": markup}
     kept("browser.new").write_text(json.dumps(state))
     kept("browser.new").replace(kept("browser"))
     return state
+
+
+class _Redirects(urllib.request.HTTPRedirectHandler):
+    """Redirects without fragments; 307 and 308 send a body again."""
+
+    http_error_308 = urllib.request.HTTPRedirectHandler.http_error_302  # Python 3.9 has none
+
+    def redirect_request(
+        self, req: urllib.request.Request, fp: Any, code: int, msg: str, headers: Any, newurl: str
+    ) -> urllib.request.Request | None:
+        """See HTTPRedirectHandler."""
+        newurl = urldefrag(newurl)[0]
+        if code not in (307, 308):
+            return super().redirect_request(req, fp, code, msg, headers, newurl)
+        host = req.origin_req_host
+        return urllib.request.Request(newurl, req.data, dict(req.headers), host, True, req.get_method())
+
+
+def _keep(jar: http.cookiejar.LWPCookieJar) -> None:
+    """Store cookies; those that last longer than a date can tell last until then."""
+    for each in jar:
+        each.expires = each.expires and min(each.expires, LAST)
+    new = kept("cookies.new")
+    jar.save(str(new), ignore_discard=True)
+    new.replace(kept("cookies"))
 
 
 def _cookies() -> http.cookiejar.LWPCookieJar:

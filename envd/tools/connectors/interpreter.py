@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import select
@@ -20,7 +21,7 @@ GRACE_S = 2.0
 DRAINED = 1 << 20
 """Bytes read after the end of the code, at most, of what it printed."""
 PID = kept("python")
-"""File with the process id of the interpreter; it outlives it."""
+"""File with the process id of the interpreter; it outlives it, and tells that there was one."""
 LOST = "[a new interpreter was started: variables of earlier calls are lost]"
 
 
@@ -30,9 +31,13 @@ def run(arguments: Arguments) -> Answer:
     address = "triplane-python-" + hashlib.sha256(bytes(PID)).hexdigest()[:16]
     connection = _connected(address)
     if connection is None:
-        if PID.exists():
-            answer.feed(LOST.encode() + b"\n")
-        connection = _started(address, arguments["resident"], deadline)
+        with kept("python.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            connection = _connected(address)  # another call may have started it meanwhile
+            if connection is None:
+                if PID.exists():
+                    answer.feed(LOST.encode() + b"\n")
+                connection = _started(address, arguments["resident"], deadline)
     reading, writing = os.pipe()
     code = arguments["code"].encode("utf-8", "surrogateescape")
     connection.settimeout(max(deadline - time.monotonic(), 0.01))
@@ -53,9 +58,18 @@ def _connected(address: str) -> socket.socket | None:
     except ConnectionRefusedError:
         connection.close()
         return None
-    if struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1] != os.getuid():
+    if _peer(connection)[1] != os.getuid():
         raise Refused("the interpreter's socket belongs to another user")
     return connection
+
+
+def _peer(connection: socket.socket) -> tuple[int, int]:
+    """Ids of the process that listens and of its user."""
+    pid, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    if pid == os.getpid():  # gVisor names the caller
+        with suppress(OSError, ValueError):
+            pid = int(PID.read_text())
+    return pid, uid
 
 
 def _started(address: str, source: str, deadline: float) -> socket.socket:
@@ -74,24 +88,28 @@ def _started(address: str, source: str, deadline: float) -> socket.socket:
 
 def _follow(connection: socket.socket, reading: int, answer: Answer, deadline: float, timeout_s: float) -> None:
     """Collect output until the code has ended or its time is over."""
-    said, late = _collect(connection, reading, answer, deadline), False
-    if said is None:
-        late = True
+    begun = _collect(connection, reading, answer, deadline)
+    said = begun and _collect(connection, reading, answer, deadline)
+    late = said is None
+    if begun and late:
         with suppress(OSError):
             connection.shutdown(socket.SHUT_WR)
         said = _collect(connection, reading, answer, time.monotonic() + GRACE_S)
-    if said is None:
-        with suppress(OSError, ValueError):  # it has ended meanwhile, or somebody changed the file
-            os.kill(int(PID.read_text()), signal.SIGKILL)
+        if said is None and (pid := _peer(connection)[0]) not in (-1, 0, os.getpid()):
+            with suppress(OSError):  # it has ended meanwhile
+                os.kill(pid, signal.SIGKILL)
+    connection.close()  # code that has not begun is not run any more
     words = [f"timed out after {timeout_s:g} s"] if late else []
-    if not said:
+    if begun is None:
+        words += ["the code did not begin: another call's was running"]
+    elif not said:
         words += ["the interpreter ended: its variables are lost"]
     answer.status = "late" if late else "ok" if said == b"1" else "failed"
     answer.note = "; ".join(words)
 
 
 def _collect(connection: socket.socket, reading: int, answer: Answer, deadline: float) -> bytes | None:
-    """What the interpreter says at the end of the code: empty if it died, None at the deadline."""
+    """The next byte that the interpreter says: empty if it died, None at the deadline."""
     watched: list[socket.socket | int] = [connection, reading]
     while (left := deadline - time.monotonic()) > 0:
         ready = select.select(watched, [], [], left)[0]

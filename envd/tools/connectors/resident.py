@@ -1,8 +1,9 @@
 """The interpreter of the tool `python`: a process that runs the code of one call after another in one module.
 
 `python3 -c SOURCE ADDRESS` listens on an abstract socket, which is private to the sandbox. A call is one connection:
-the code with the descriptor that takes the output, then, from here, one byte (b"1": no exception). A caller that ends
-its side, or dies, interrupts the code.
+the code with the descriptor that takes the output, then, from here, one byte when the code begins and one when it has
+ended (b"1": no exception). A caller that ends its side, or dies, interrupts the code; one that has gone before it
+begins prevents it.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ MOST = 1 << 20
 CREDENTIALS = struct.Struct("3i")
 running = False
 """Whether code of a call runs."""
+left = False
+"""Whether the caller has ended its side."""
 opened: list[socket.socket] = []
 """Sockets, which no child of the code may keep: its caller would wait for it."""
 
@@ -53,13 +56,20 @@ def main(address: str) -> None:
 
 
 def _serve(connection: socket.socket, module: types.ModuleType, name: str, home: int) -> None:
+    global left
     size, descriptors, _, _ = socket.recv_fds(connection, 4, 1)
     if len(size) != 4 or not descriptors:
         return  # the caller died
     code = b""
     while len(code) < min(int.from_bytes(size, "big"), MOST) and (data := connection.recv(65536)):
         code += data
+    try:
+        connection.sendall(b"+")
+    except OSError:
+        os.close(descriptors[0])
+        return  # the caller has gone
     _redirect(descriptors[0])
+    left = False
     watch = threading.Thread(target=_interrupt_at_end, args=(connection,), daemon=True)
     signal.signal(signal.SIGINT, _interrupted)
     watch.start()
@@ -94,7 +104,9 @@ def _redirect(descriptor: int) -> None:
 
 
 def _interrupt_at_end(connection: socket.socket) -> None:
+    global left
     connection.recv(1)
+    left = True
     if running:
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
@@ -111,10 +123,12 @@ def _execute(code: str, module: types.ModuleType, name: str) -> bool:
     try:
         try:
             running = True
+            if left:
+                raise KeyboardInterrupt
             body = ast.parse(code, name).body
             last = [body.pop()] if body and isinstance(body[-1], ast.Expr) else []
-            exec(compile(ast.Module(body, []), name, "exec"), module.__dict__)
-            exec(compile(ast.Interactive(last), name, "single"), module.__dict__)  # prints its value
+            exec(compile(ast.Module(body, []), name, "exec", dont_inherit=True), module.__dict__)
+            exec(compile(ast.Interactive(last), name, "single", dont_inherit=True), module.__dict__)  # prints its value
         finally:
             running = False
         words, passed = "", True

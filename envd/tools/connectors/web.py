@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import codecs
 import http.client
 import os
+import re
 import urllib.error
 import urllib.request
 from email.message import Message
 from typing import NamedTuple
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote, urldefrag, urlsplit
 
 from envd.tools.connectors.answers import Answer, Arguments, Refused
 
@@ -16,6 +18,9 @@ BODY = 1 << 20
 """Bytes read of a body."""
 SHOWN = ("content-type", "content-length", "location", "allow", "etag", "retry-after", "set-cookie", "www-authenticate")
 """Headers of a response that are shown."""
+
+
+_CHARSET = re.compile(rb"<meta[^>]{0,500}?charset\s*=\s*[\"']?\s*([\w.:-]{1,40})", re.IGNORECASE | re.ASCII)
 
 
 class Response(NamedTuple):
@@ -32,12 +37,28 @@ class Response(NamedTuple):
     @property
     def text(self) -> str:
         """Body as text."""
-        if b"\0" in self.body[:BODY]:
-            return f"[{len(self.body)} bytes that are not text]"
-        try:
-            return self.body.decode(self.headers.get_content_charset("utf-8"), "replace")
-        except LookupError:
-            return self.body.decode("utf-8", "replace")
+        return decoded(self.body, self.markup, self.headers.get_content_charset() or "")
+
+    @property
+    def markup(self) -> bool:
+        """Whether the body is HTML."""
+        return self.headers.get_content_type() in ("text/html", "application/xhtml+xml")
+
+
+def decoded(body: bytes, markup: bool, charset: str = "") -> str:
+    """Text of a body, in the charset of its byte order mark, else the given one, else its markup's, else UTF-8."""
+    if body.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        charset = "utf-16"
+    elif body.startswith(codecs.BOM_UTF8):
+        charset = "utf-8-sig"
+    elif not charset and markup and (named := _CHARSET.search(body[:1024])):
+        charset = named[1].decode().lower()
+        charset = "utf-8" if charset.startswith("utf-16") else charset  # it could not be read so far
+    try:
+        text = body.decode(charset or "utf-8", "replace")
+    except (LookupError, ValueError):
+        text = body.decode("utf-8", "replace")
+    return f"[{len(body)} bytes that are not text]" if "\0" in text else text
 
 
 def run(arguments: Arguments) -> Answer:
@@ -68,7 +89,8 @@ def fetch(
     opener: urllib.request.OpenerDirector,
 ) -> Response:
     """Response to a request. Raises Refused if there is none."""
-    url = quote(url.strip(), safe="%/:=&?~#+!$,;'@()*[]")  # pages write spaces and letters of all languages
+    url = urldefrag(url.strip())[0]
+    url = quote(url, safe="%/:=&?~#+!$,;'@()*[]")  # pages write spaces and letters of all languages
     host = urlsplit(url).hostname
     if urlsplit(url).scheme not in ("http", "https") or not host:
         raise Refused(f"not an http:// or https:// address: {url[:200]}")
@@ -79,7 +101,7 @@ def fetch(
         try:
             response = opener.open(request)
         except urllib.error.HTTPError as error:
-            if error.code in (301, 302, 303, 307, 308):
+            if error.code in (301, 302, 303, 307, 308) and "location" in error.headers:
                 raise Refused(f"redirected too often, or to another protocol: {url[:200]}") from None
             response = error
         with response:
