@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 from contracts.environment import VARIABLE
 from curation.rewards.config import Endpoint
 
-DATA_VERSION = "1"
+DATA_VERSION = "2"
 """Bump if a stage may give other rows for the same settings and input."""
 
 Column = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,62}$")]
@@ -22,6 +22,12 @@ OnError = Literal["fail", "drop"]
 
 class _Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+
+
+def ordered(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings with `columns` as pairs: a key does not depend on the order of a mapping, but the rows do."""
+    columns = settings.get("columns")
+    return settings | {"columns": [list(each) for each in columns.items()]} if isinstance(columns, dict) else settings
 
 
 class SqliteDatabase(_Part):
@@ -121,7 +127,8 @@ class _Stage(_Part):
     @property
     def slice(self) -> dict[str, Any]:
         """Settings that affect the rows."""
-        return self.model_dump(mode="json", exclude={"name", "endpoint", "database", "connections", "cache_rows"})
+        unused = {"name", "endpoint", "database", "connections", "cache_rows"}
+        return ordered(self.model_dump(mode="json", exclude=unused))
 
 
 class JoinStage(_Stage):
@@ -197,7 +204,9 @@ class MapStage(_Stage):
     options: dict[str, JsonValue] = Field(default_factory=dict)
     """Keyword arguments of the function."""
     version: str = ""
-    """Change it if the function computes something else. A change of its own file is noticed."""
+    """Change it if the function computes something else. A change of the module's file, or of the file that defines the
+    function, is noticed.
+    """
     on_error: OnError = "fail"
     """What to do with a row for which the function raises."""
 
@@ -312,7 +321,9 @@ class CapStage(_Selection):
 
 
 class SampleStage(_Stage):
-    """Keep a share, or a number, of the rows. The choice depends on seed and key, not on the order."""
+    """Keep a share, or a number, of the rows. The choice depends on seed and key, not on the order, and is independent
+    of that of earlier stages.
+    """
 
     kind: Literal["sample"]
     """Selects this stage."""

@@ -30,11 +30,12 @@ def quoted(database: Database, name: str) -> str:
 
 
 def database_files(database: Database, folder: Path) -> list[Path]:
-    """Files that hold a database, with the log of SQLite's writers."""
+    """Files that hold a database, with the log of its writers."""
     if isinstance(database, PostgresqlDatabase):
         return []
     path = folder / database.path
-    return [path, *(each for each in [path.with_name(f"{path.name}-wal")] if each.is_file() and each.stat().st_size)]
+    log = path.with_name(f"{path.name}{'-' if isinstance(database, SqliteDatabase) else '.'}wal")
+    return [path, log] if log.is_file() and log.stat().st_size else [path]
 
 
 def database_digest(database: Database, folder: Path) -> str:

@@ -28,8 +28,9 @@ from curation.pipeline.config import (
 from curation.pipeline.databases import database_digest, database_files
 from curation.pipeline.requests import after_request_stage
 from curation.pipeline.rows import Step, after_row_stage, function_files
+from curation.pipeline.schemas import require_distinct
 from curation.pipeline.selections import check_selection
-from curation.pipeline.sources import Reader, Unchanged, open_source, source_digest, source_files, source_slice
+from curation.pipeline.sources import PLACE, Reader, Unchanged, open_source, source_digest, source_files, source_slice
 
 DATA, ROWS, KEPT_ROWS = "data", "data_rows", "data_kept"
 """Kinds of artifacts: a pipeline's result, rows before a selection, and the numbers of the rows that it keeps."""
@@ -83,6 +84,7 @@ def plan_pipeline(pipeline: Pipeline, folder: Path) -> Plan:
         raise PipelineError(
             f"key = {pipeline.key!r}: the source has {', '.join(reader.schema.names)}: name one of them"
         )
+    require_distinct(reader.schema.names, PLACE)
     steps, schema = list[Step](), reader.schema
     for number, stage in enumerate(pipeline.stages):
         step = Step(number, stage, pipeline.key, schema, schema)
@@ -92,9 +94,11 @@ def plan_pipeline(pipeline: Pipeline, folder: Path) -> Plan:
             schema = after_request_stage(stage, schema, step.place)
         elif isinstance(stage, SqlStage | WhereStage | MapStage | SampleStage):
             schema = after_row_stage(stage, schema, pipeline.key, step.place, folder)
+        require_distinct(schema.names, step.place)
         if not schema.names:
             raise PipelineError(f"{step.place}.drop: no column is left: keep at least one")
-        steps.append(Step(number, stage, pipeline.key, step.before, schema))
+        drawn = sum(hasattr(earlier.stage, "seed") for earlier in steps)
+        steps.append(Step(number, stage, pipeline.key, step.before, schema, drawn))
     files = {step.number: _files(step, folder) for step in steps} | {-1: source_files(pipeline.source, folder)}
     unchanged = Unchanged([path for each in files.values() for path in each])
     return Plan(pipeline, folder, reader, tuple(_segments(pipeline, folder, steps, files)), unchanged)

@@ -22,7 +22,7 @@ import pyarrow as pa
 
 from curation.errors import PipelineError, one_line
 from curation.pipeline.config import MapStage, SampleStage, SqlStage, Stage, WhereStage
-from curation.pipeline.schemas import plain, require_columns, schema_of, set_columns, with_columns
+from curation.pipeline.schemas import array_of, plain, require_columns, schema_of, set_columns, with_columns
 
 RowStage = SqlStage | WhereStage | MapStage | SampleStage
 Tally = Counter[tuple[int, str]]
@@ -30,6 +30,10 @@ Tally = Counter[tuple[int, str]]
 Work = Callable[[pa.Table], tuple[pa.Table, dict[str, int]]]
 """Rows -> rows that stay, and the number of those that do not, by reason."""
 _WHOLE = 2**64
+_folders = set[Path]()
+"""Folders from which functions were imported."""
+_TIMES = {"current_date", "current_time", "current_timestamp", "localtime", "localtimestamp"}
+"""Names that are functions of time unless the row has such a column."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,8 @@ class Step:
     """Column that identifies a row, if the rows still have it."""
     before: pa.Schema
     after: pa.Schema
+    drawn: int = 0
+    """Number of earlier stages that draw rows."""
 
     @property
     def place(self) -> str:
@@ -75,13 +81,13 @@ class Session:
     def schema(self, before: pa.Schema, expressions: dict[str, str], place: str) -> pa.Schema:
         """Types of expressions. Raises PipelineError if one is invalid, or depends on other rows, time or chance."""
         for name, text in expressions.items():
-            self._require_of_a_row(text, f"{place}.{name}")
+            self._require_of_a_row(text, {each.lower() for each in before.names}, f"{place}.{name}")
         try:
             return plain(self.columns(before.empty_table(), expressions).schema, place)
         except duckdb.Error as error:
             raise PipelineError(f"{place}: {one_line(error)}") from None
 
-    def _require_of_a_row(self, text: str, place: str) -> None:
+    def _require_of_a_row(self, text: str, columns: set[str], place: str) -> None:
         ((serialized,),) = self._connection.execute("SELECT json_serialize_sql(?)", [f"SELECT ({text}\n)"]).fetchall()
         parsed = json.loads(serialized)
         if parsed["error"]:
@@ -91,8 +97,15 @@ class Session:
             raise PipelineError(f"{place} = {text!r:.80}: write one DuckDB expression, without commas and FROM")
         for found in _nodes(nodes[0]["select_list"]):
             name = found.get("function_name", "")
-            if found["class"] in ("WINDOW", "SUBQUERY", "STAR") or name in self._refused or name == "unnest":
-                what = name or found["class"].lower()
+            column = found["column_names"][0].lower() if found["class"] == "COLUMN_REF" else ""
+            values = found.get("arguments", found.get("children", ()))  # by DuckDB's version
+            if (
+                found["class"] in ("WINDOW", "SUBQUERY", "STAR")
+                or name in self._refused
+                or (name == "age" and len(values) != 2)  # of one value: up to today
+                or column in _TIMES - columns
+            ):
+                what = name or column or found["class"].lower()
                 raise PipelineError(
                     f"{place} = {text!r:.80}: {what} depends on more than one row, or on time or chance, so the result"
                     " would depend on batches: use an expression over one row, or a stage such as cap or sample"
@@ -107,7 +120,7 @@ class Session:
             " bool_and(coalesce(stability, 'CONSISTENT') <> 'CONSISTENT'))"
         ).fetchall()
         # getvariable and the like are of this session only; macros of time have no stability
-        return {name for (name,) in rows} | {"getenv", "current_user", "current_timestamp", "localtimestamp"}
+        return {name for (name,) in rows} | {"unnest", "getenv", "current_user", "ago", *_TIMES}
 
 
 def after_row_stage(stage: RowStage, before: pa.Schema, key: str, place: str, folder: Path) -> pa.Schema:
@@ -134,20 +147,19 @@ def key_text(columns: tuple[str, ...]) -> str:
     return "to_json({" + ", ".join(f"'{name}': \"{name}\"" for name in columns) + "})::VARCHAR"
 
 
-def draw(columns: tuple[str, ...], seed: int) -> str:
-    """DuckDB expression: uniformly distributed uint64 by seed and the values of columns."""
-    return f"md5_number_lower('{seed}:' || {key_text(columns)})"
+def draw(columns: tuple[str, ...], seed: int, drawn: int = 0) -> str:
+    """DuckDB expression: uniformly distributed uint64 by seed, `Step.drawn` and the values of columns."""
+    return f"md5_number_lower('{seed}:{drawn}:' || {key_text(columns)})"
 
 
 def load_function(stage: MapStage, folder: Path, place: str) -> Callable[..., Any]:
     """Import the function of a stage. Raises PipelineError."""
     module, _, name = stage.function.partition(":")
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
+    _prefer(folder)
     try:
         found: Callable[..., Any] = getattr(importlib.import_module(module), name)
         inspect.signature(found).bind(None, **stage.options)
-    except Exception as error:  # noqa: BLE001 - whatever the user's module raises
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever the user's module raises
         raise PipelineError(
             f"{place}.function = {stage.function!r}: {type(error).__name__}: {one_line(error)}: name a function of one"
             " argument and `options`"
@@ -156,9 +168,28 @@ def load_function(stage: MapStage, folder: Path, place: str) -> Callable[..., An
 
 
 def function_files(stage: MapStage, folder: Path, place: str) -> list[Path]:
-    """File that holds a stage's function; none for a built-in one."""
-    file = getattr(sys.modules[load_function(stage, folder, place).__module__], "__file__", None)
-    return [Path(file)] if file else []
+    """Files of the module that a stage names, and of those that define the function; none for built-in ones."""
+    found: Any = load_function(stage, folder, place)
+    while isinstance(found, functools.partial):
+        found = found.func
+    names = [getattr(each, "__module__", None) or "" for each in (found, inspect.unwrap(found))]
+    files = [getattr(sys.modules.get(name), "__file__", None) for name in (stage.function.partition(":")[0], *names)]
+    return [Path(file) for file in dict.fromkeys(files) if file]
+
+
+def _prefer(folder: Path) -> None:
+    """Import modules from `folder` first, also those of which another pipeline's folder gave one of the same name."""
+    folder = folder.absolute()
+    sys.path[:] = [str(folder), *(each for each in sys.path if each != str(folder))]
+    for name, loaded in list(sys.modules.items()):
+        file = Path(getattr(loaded, "__file__", None) or "")
+        if "." in name or not any(other in file.parents for other in _folders - {folder}):
+            continue
+        own = next((each for each in (folder / name / "__init__.py", folder / f"{name}.py") if each.is_file()), file)
+        if own.resolve() != file.resolve():
+            for part in [each for each in sys.modules if each.partition(".")[0] == name]:
+                del sys.modules[part]
+    _folders.add(folder)
 
 
 def work_of(step: Step, folder: Path) -> Work:
@@ -171,7 +202,9 @@ def work_of(step: Step, folder: Path) -> Work:
     elif isinstance(stage, SampleStage):
         assert stage.share is not None, "a number of rows is a selection"
         bound = int(stage.share * _WHOLE)
-        return functools.partial(_where, f"{draw(stage.by or (step.key,), stage.seed)} < {bound}", "not drawn")
+        return functools.partial(
+            _where, f"{draw(stage.by or (step.key,), stage.seed, step.drawn)} < {bound}", "not drawn"
+        )
     elif isinstance(stage, MapStage):
         function = functools.partial(load_function(stage, folder, step.place), **stage.options)
         plain_work = functools.partial(_map_batch if stage.batch else _map_rows, stage, step.after, function)
@@ -183,7 +216,7 @@ def work_of(step: Step, folder: Path) -> Work:
 def _carefully(step: Step, work: Work, table: pa.Table) -> tuple[pa.Table, dict[str, int]]:
     try:
         return work(table)
-    except Exception as error:  # noqa: BLE001 - whatever the user's function raises
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever the user's function raises
         if table.num_rows > 1:
             half = table.num_rows // 2
             parts = [_carefully(step, work, table.slice(0, half)), _carefully(step, work, table.slice(half))]
@@ -226,9 +259,9 @@ def _map_rows(
             indices.append(index)
             for name, found in values.items():
                 found.append(each[name] if name in each else old[name][index].as_py() if name in old else None)
-    added = pa.table([pa.array(found, after.field(name).type) for name, found in values.items()], list(values))
+    added = pa.table([array_of(found, after.field(name).type) for name, found in values.items()], list(values))
     same = indices == list(range(table.num_rows))
-    return set_columns(table if same else table.take(indices), added, after), {"none": none}
+    return set_columns(table if same else table.take(pa.array(indices, pa.int64())), added, after), {"none": none}
 
 
 def _map_batch(

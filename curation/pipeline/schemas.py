@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import datetime
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence, Set
+from decimal import Decimal
+from typing import Any
 
 import duckdb
+import numpy as np
 import pyarrow as pa
 
 from curation.errors import PipelineError
@@ -25,6 +29,14 @@ _KINDS = (
     pa.types.is_large_binary,
 )
 """Types that an artifact can hold, beside lists and structs of them."""
+UNFIT = (pa.ArrowException, ValueError, TypeError, OverflowError)
+"""What `array_of` raises for a value of another type."""
+
+
+def array_of(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
+    """Arrow array of Python values. Raises one of UNFIT for a value that pyarrow refuses, or would alter."""
+    _require_exact(values, kind)
+    return pa.array(values, kind)
 
 
 def schema_of(types: Mapping[str, str], place: str) -> pa.Schema:
@@ -57,6 +69,46 @@ def require_columns(schema: pa.Schema, names: tuple[str, ...], place: str) -> No
     missing = next((name for name in names if name not in schema.names), None)
     if missing is not None:
         raise PipelineError(f"{place}: there is no column {missing}; at this stage there are {', '.join(schema.names)}")
+
+
+def require_distinct(names: Iterable[str], place: str) -> None:
+    """Raise PipelineError for equal names. DuckDB ignores their case."""
+    known: dict[str, str] = {}
+    for name in names:
+        if name.lower() in known:
+            raise PipelineError(
+                f"{place}: the columns {known[name.lower()]} and {name} are the same one in SQL: rename one of them"
+            )
+        known[name.lower()] = name
+
+
+def _require_exact(values: Iterable[Any], kind: pa.DataType) -> None:
+    """Raise TypeError or ValueError for a value that pyarrow would alter."""
+    given = [each for each in values if each is not None]
+    types = set(map(type, given))
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        for each in types:
+            if issubclass(each, str | bytes | bytearray | Set):
+                raise TypeError(f"{each.__name__} is no list")
+        _require_exact([item for each in given for item in each], kind.value_type)
+    elif pa.types.is_struct(kind):
+        for each in types:
+            if not issubclass(each, Mapping):
+                raise TypeError(f"{each.__name__} is no struct")
+        for child in kind:
+            _require_exact([value.get(child.name) for value in given], child.type)
+    elif (pa.types.is_integer(kind) or pa.types.is_temporal(kind)) and types - {int}:
+        for value in given:
+            if _is_cut(value, kind):
+                raise ValueError(f"{value} would be cut to fit {kind}")
+
+
+def _is_cut(value: Any, kind: pa.DataType) -> bool:
+    if isinstance(value, datetime.datetime):
+        return pa.types.is_date(kind) and value.time() != datetime.time.min
+    if isinstance(value, Decimal):
+        return not value.is_finite() or value != value.to_integral_value()
+    return isinstance(value, float | np.floating) and not float(value).is_integer()
 
 
 def _type_of(text: str, place: str) -> pa.DataType:

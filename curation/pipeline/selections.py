@@ -58,20 +58,23 @@ def keys_of(step: Step, table: pa.Table) -> pa.Table:
     stage = step.stage
     if isinstance(stage, DistinctStage) and stage.near is not None:
         return _signatures(stage.near, table)
-    return session().columns(table, _expressions(stage, step.key))
+    return session().columns(table, _expressions(step))
 
 
-def _expressions(stage: Stage, key: str) -> dict[str, str]:
+def _expressions(step: Step) -> dict[str, str]:
+    stage, key = step.stage, step.key
     if isinstance(stage, DistinctStage | CapStage):
         text = key_text(stage.by)
         group = {"a": f"md5_number_lower({text})", "b": f"md5_number_upper({text})"}
         return group | (
-            {"h": draw((key,), stage.seed)} if isinstance(stage, CapStage) and stage.order == "random" else {}
+            {"h": draw((key,), stage.seed, step.drawn)}
+            if isinstance(stage, CapStage) and stage.order == "random"
+            else {}
         )
     if isinstance(stage, SampleStage):
-        return {"h": draw(stage.by or (key,), stage.seed)}
+        return {"h": draw(stage.by or (key,), stage.seed, step.drawn)}
     assert isinstance(stage, BalanceStage), "every other stage works on single rows"
-    return {"g": f'CAST("{stage.column}" AS VARCHAR)', "h": draw((key,), stage.seed)}
+    return {"g": f'CAST("{stage.column}" AS VARCHAR)', "h": draw((key,), stage.seed, step.drawn)}
 
 
 def _signatures(near: Near, table: pa.Table) -> pa.Table:

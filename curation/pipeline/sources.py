@@ -16,15 +16,13 @@ import pyarrow.parquet as pq
 from contracts.digests import digest_of, file_sha256
 from contracts.errors import SchemaError
 from curation.errors import PipelineError, one_line
-from curation.pipeline.config import DatabaseSource, JsonlSource, ParquetSource, Pipeline, Source
+from curation.pipeline.config import DatabaseSource, JsonlSource, ParquetSource, Pipeline, Source, ordered
 from curation.pipeline.databases import Connection, database_digest, database_files, quoted
-from curation.pipeline.schemas import plain, schema_of
+from curation.pipeline.schemas import UNFIT, array_of, plain, require_distinct, schema_of
 
 PLACE = "source"
 SHOWN = 60
 """Maximum characters of a value in an error."""
-UNFIT = (pa.ArrowException, ValueError, TypeError, OverflowError)
-"""What pyarrow raises for a value of another type."""
 
 
 @dataclass
@@ -85,7 +83,7 @@ def source_digest(source: Source, folder: Path) -> str:
 
 def source_slice(pipeline: Pipeline) -> dict[str, Any]:
     """Settings that affect the rows of a source and their batches."""
-    values = pipeline.source.model_dump(mode="json", exclude={"path", "database"})
+    values = ordered(pipeline.source.model_dump(mode="json", exclude={"path", "database"}))
     return {"source": values, "key": pipeline.key, "batch_rows": pipeline.batch_rows}
 
 
@@ -121,7 +119,9 @@ class ParquetReader:
                 missing = [column for column in columns if column not in file.schema_arrow.names]
                 if missing:
                     raise PipelineError(f"{PLACE}.columns: {path} has no column {missing[0]}")
-                found = [file.schema_arrow.field(name) for name in columns or file.schema_arrow.names]
+                names = file.schema_arrow.names
+                require_distinct([each for each in names if not columns or each in columns], f"{PLACE}: {path}")
+                found = [file.schema_arrow.field(name) for name in columns or names]
                 schemas.append(plain(pa.schema(found), f"{PLACE}: {path}"))
                 self.rows += file.metadata.num_rows
             if schemas[-1] != schemas[0]:
@@ -220,9 +220,7 @@ def _column(field: pa.Field, values: list[Any]) -> pa.Array:
         values = [
             each if each is None or isinstance(each, str) else json.dumps(each, ensure_ascii=False) for each in values
         ]
-    if pa.types.is_list(field.type) and any(isinstance(each, str) for each in values):
-        raise TypeError("a text is no list")  # pyarrow would take its characters
-    return pa.array(values, field.type)
+    return array_of(values, field.type)
 
 
 class _DatabaseReader:
@@ -263,12 +261,12 @@ def table_of_rows(rows: Sequence[Sequence[Any]], schema: pa.Schema, place: str, 
     """Table of a database's rows. Raises PipelineError that names key, column and value of one that does not fit."""
     columns = list(zip(*rows, strict=True)) or [()] * len(schema)
     try:
-        return pa.table([pa.array(column, each.type) for column, each in zip(columns, schema, strict=True)], schema)
+        return pa.table([array_of(column, each.type) for column, each in zip(columns, schema, strict=True)], schema)
     except UNFIT:
         for row in rows:
             for each, value in zip(schema, row, strict=True):
                 try:
-                    pa.array([value], each.type)
+                    array_of([value], each.type)
                 except UNFIT:
                     raise PipelineError(
                         f"{place}: the row with {key.strip()} {row[schema.names.index(key)]!r:.{SHOWN}} has {each.name}"

@@ -30,6 +30,7 @@ ROWS = [
 ]
 FUNCTIONS = """
 import os
+import sys
 from pathlib import Path
 
 def shout(row, mark="!"):
@@ -51,6 +52,20 @@ def fails(row):
 
 def wrong_type(row):
     return {"part": "seven" if row["id"] == 5 else 7}
+
+def empty(row):
+    return {}
+
+def given(row, value):
+    return {"v": None if row["id"] else value}
+
+def late(row):
+    return None if row["id"] < 100 else {}
+
+def leaves(row):
+    if row["id"] == 5:
+        sys.exit(0)
+    return {}
 
 def whole(table):
     return table.append_column("part", table.column("id"))

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import collections
+import datetime
 import json
 import random
 import re
+import sqlite3
+import subprocess
+import sys
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import duckdb
+import numpy as np
 import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
@@ -22,6 +28,7 @@ from contracts.yaml_text import load_yaml
 from curation.errors import PipelineError
 from curation.pipeline.config import Pipeline
 from curation.pipeline.plan import plan_pipeline
+from curation.pipeline.schemas import UNFIT, array_of, schema_of
 from curation.pipeline.versions import find_version, record_version, versions
 from resources.data_pipeline import load_pipeline
 from tests.curation.pipelines import ROWS, calls, function, go, rows_of, values, world
@@ -145,6 +152,39 @@ def test_samples_do_not_depend_on_the_order_of_the_rows(folder: Path, tmp_path: 
     assert set(ids(folder, str(tmp_path / "c"), stages[0], {"kind": "sample", "rows": 40, "seed": 1})) != set(found)
 
 
+def test_stages_with_one_seed_draw_independently(folder: Path, store: str) -> None:
+    half = {"kind": "sample", "share": 0.5}
+    once, twice = (set(ids(folder, store, *[half] * count)) for count in (1, 2))
+    assert twice < once and 30 < len(twice) < 70
+    least = ids(folder, store, {"kind": "sample", "rows": 60}, half)
+    assert 15 < len(least) < 45
+
+
+@pytest.mark.parametrize("place", ["jsonl", "join", "sql", "map"])
+def test_order_of_columns_is_part_of_the_key(folder: Path, store: str, place: str) -> None:
+    def made(*names: str) -> tuple[list[str], str]:
+        settings, stages = {}, [{"kind": "distinct", "by": ["id"]}]
+        if place == "jsonl":
+            (folder / "one.jsonl").write_text('{"id": 1, "a": 2, "b": 3}')
+            columns = {"id": "BIGINT"} | dict.fromkeys(names, "BIGINT")
+            settings = {"source": {"kind": "jsonl", "path": "one.jsonl", "columns": columns}}
+        elif place == "join":
+            columns = {{"a": "name", "b": "age"}[each]: "VARCHAR" for each in names}
+            stages.insert(0, {**JOIN, "columns": columns, "missing": "null", "several": "first"})
+            with sqlite3.connect(folder / "users.db") as database:
+                database.execute("UPDATE users SET age = 'old'")
+        elif place == "sql":
+            stages.insert(0, {"kind": "sql", "columns": dict.fromkeys(names, "1")})
+        else:
+            columns = dict.fromkeys(names, "BIGINT")
+            stages.insert(0, {"kind": "map", "function": function(folder, "empty"), "columns": columns})
+        artifact = go(folder, store, *stages, **settings)
+        return list(rows_of(artifact)[0])[-2:], artifact.ref.key
+
+    (first, one), (other, two) = made("a", "b"), made("b", "a")
+    assert first == other[::-1] and one != two
+
+
 def test_balance_gives_the_most_rows_with_these_shares(folder: Path, store: str) -> None:
     counts = collections.Counter(row["lang"] for row in ROWS)
     assert counts == {"py": 80, "go": 80, "c": 40}
@@ -188,6 +228,129 @@ def test_lines_of_json_that_do_not_fit_are_named_or_counted(folder: Path, store:
     ]
 
 
+WRONG = [
+    ("BIGINT", 1.99),
+    ("BIGINT[]", [1, -0.5]),
+    ("STRUCT(n BIGINT)[]", [{"n": 1.5}]),
+    ("VARCHAR[]", "abc"),
+    ("STRUCT(tags VARCHAR[])", {"tags": "abc"}),
+    ("VARCHAR[][]", [["a"], "bc"]),
+]
+
+
+@pytest.mark.parametrize(("kind", "value"), WRONG)
+def test_values_that_do_not_fit_are_never_altered(folder: Path, store: str, kind: str, value: Any) -> None:
+    (folder / "lines.jsonl").write_text(json.dumps({"id": 1, "v": value}) + '\n{"id": 2}\n')
+    source = {"kind": "jsonl", "path": "lines.jsonl", "columns": {"id": "BIGINT", "v": kind}}
+    with pytest.raises(PipelineError, match=rf"line 1: v = .* is no {re.escape(kind)}"):
+        go(folder, store, source=source)
+    assert rows_of(go(folder, store, source={**source, "on_error": "drop"})) == [{"id": 2, "v": None}]
+    given = {
+        "kind": "map",
+        "function": function(folder, "given"),
+        "columns": {"v": kind},
+        "options": {"value": value},
+        "input": ["id"],
+    }
+    with pytest.raises(PipelineError, match="the row with id 0 fails: "):
+        go(folder, store, given)
+    assert ids(folder, store, {**given, "on_error": "drop"}) == [id for id in range(200) if id]
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        ("BIGINT", Decimal("1.9")),
+        ("BIGINT", Decimal("Infinity")),
+        ("INTEGER", np.float32(1.5)),
+        ("DATE", datetime.datetime(2026, 1, 2, 3)),
+        ("TIMESTAMP", 1.5),
+        ("BIGINT[]", b"ab"),
+        ("VARCHAR[]", {"a", "b"}),
+        ("STRUCT(n BIGINT)", [("n", 1)]),
+    ],
+)
+def test_python_values_that_do_not_fit_are_refused(kind: str, value: Any) -> None:
+    with pytest.raises(UNFIT):
+        array_of([None, value], schema_of({"v": kind}, "v").field("v").type)
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        ("BIGINT", 2.0),
+        ("BIGINT", Decimal("2.0")),
+        ("INTEGER", np.int8(2)),
+        ("DATE", datetime.datetime(2026, 1, 2)),
+        ("BIGINT[]", np.array([1, 2])),
+        ("STRUCT(n BIGINT[])[]", [{"n": (1, 2)}, None, {"other": 3}]),
+    ],
+)
+def test_equal_values_of_other_types_fit(kind: str, value: Any) -> None:
+    (found,) = array_of([value], schema_of({"v": kind}, "v").field("v").type).to_pylist()
+    expected = {
+        "BIGINT": 2,
+        "INTEGER": 2,
+        "DATE": datetime.date(2026, 1, 2),
+        "BIGINT[]": [1, 2],
+        "STRUCT(n BIGINT[])[]": [{"n": [1, 2]}, None, {"n": None}],
+    }
+    assert found == expected[kind]
+
+
+def test_batch_without_results_of_a_function_is_empty(folder: Path, store: str) -> None:
+    late = {"kind": "map", "function": function(folder, "late")}
+    assert ids(folder, store, late) == list(range(100, 200))
+
+
+def test_exit_in_a_function_is_an_error_of_its_row(folder: Path, store: str) -> None:
+    leaves = {"kind": "map", "function": function(folder, "leaves")}
+    with pytest.raises(PipelineError, match="the row with id 5 fails: SystemExit: 0"):
+        go(folder, store, leaves)
+    assert go(folder, store, {**leaves, "on_error": "drop"}).meta["stages"][1]["left_out"] == {"error: SystemExit": 1}
+    (folder / "program.py").write_text("import sys\nsys.exit(0)\n")
+    with pytest.raises(PipelineError, match="program:f': SystemExit: 0"):
+        go(folder, store, {"kind": "map", "function": "program:f"})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from helper import wrap\n@wrap\ndef f(row):\n    return {'v': VALUE}\n",
+        "import functools\nfrom helper import named\nf = functools.partial(named, v=VALUE)\n",
+    ],
+)
+def test_changed_file_of_a_wrapped_function_gives_another_key(tmp_path: Path, store: str, text: str) -> None:
+    def value(name: str, given: int) -> int:
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        pq.write_table(pa.table({"id": [1]}), folder / "rows.parquet")
+        (folder / "helper.py").write_text(
+            "def wrap(f):\n    return lambda row: f(row)\n\ndef named(row, v):\n    return {'v': v}\n"
+        )
+        (folder / "clean.py").write_text(text.replace("VALUE", str(given)))
+        made = go(folder, store, {"kind": "map", "function": "clean:f", "columns": {"v": "BIGINT"}})
+        return int(rows_of(made)[0]["v"])
+
+    # a module of the same name in another folder is another one
+    assert [value("a", 1), value("a", 22), value("b", 333), value("b", 4444)] == [1, 22, 333, 4444]
+
+
+def test_log_of_a_duckdb_file_is_part_of_the_key(folder: Path, store: str) -> None:
+    write = "import duckdb, os, sys; c = duckdb.connect('log.duckdb'); c.execute(sys.argv[1]); os.kill(os.getpid(), 9)"
+
+    def rows(statement: str) -> int:
+        subprocess.run([sys.executable, "-c", write, statement], cwd=folder, check=False)
+        assert (folder / "log.duckdb.wal").stat().st_size
+        return len(rows_of(go(folder, store, source=source)))
+
+    database = {"kind": "duckdb", "path": "log.duckdb"}
+    source = {"kind": "database", "database": database, "table": "t", "key": "id", "columns": {"id": "BIGINT"}}
+    duckdb.connect(str(folder / "log.duckdb")).execute("CREATE TABLE t (id BIGINT)").close()
+    assert rows("INSERT INTO t FROM range(3)") == 3
+    assert rows("INSERT INTO t FROM range(10, 14)") == 7
+
+
 @pytest.mark.parametrize(
     ("stage", "message", "reason", "left"),
     [
@@ -226,6 +389,10 @@ def test_joins_name_missing_and_repeated_keys(folder: Path, store: str) -> None:
         go(folder, store, {**join, "columns": {"town": "VARCHAR"}, "missing": "null"})
     with pytest.raises(PipelineError, match=r"the row with key \d has name = '\w+', which is no int64"):
         go(folder, store, {**join, "columns": {"name": "BIGINT"}, "missing": "null", "several": "first"})
+    with sqlite3.connect(folder / "users.db") as database:
+        database.execute("UPDATE users SET age = 30.9 WHERE id = 0")
+    with pytest.raises(PipelineError, match=r"the row with key 0 has age = 30\.9, which is no int64"):
+        go(folder, store, {**join, "columns": {"age": "BIGINT"}, "missing": "null", "several": "first"})
 
 
 @pytest.mark.parametrize("kind", ["sqlite", "duckdb"])
@@ -234,8 +401,6 @@ def test_table_of_a_database_is_read_in_pages_of_its_key(folder: Path, store: st
         with duckdb.connect(str(folder / "users.duckdb")) as database:
             database.execute("CREATE TABLE t AS SELECT 3 * range AS k, 'n' || range AS v FROM range(100)")
     else:
-        import sqlite3
-
         with sqlite3.connect(folder / "users.sqlite") as other:
             other.execute("CREATE TABLE t (k INTEGER PRIMARY KEY, v TEXT)")
             other.executemany("INSERT INTO t VALUES (?, ?)", [(3 * n, f"n{n}") for n in range(100)])
@@ -263,6 +428,11 @@ def test_repeated_key_of_a_database_is_refused_also_between_pages(folder: Path, 
         (sql("row_number() OVER ()"), r"columns\.n = .*: row_number depends on more"),
         (sql("random()"), r"random depends on .* time or chance"),
         (sql("now()"), r"now depends on"),
+        (sql("current_date"), r"current_date depends on"),
+        (sql("LOCALTIME"), r"localtime depends on"),
+        (sql("ago(INTERVAL 1 DAY)"), r"ago depends on"),
+        (sql("age(TIMESTAMP '2020-01-01')"), r"age depends on"),
+        ([{"kind": "sql", "columns": {"Text": "'a'"}}], r"0 \(sql\): the columns text and Text are the same one"),
         (sql("(SELECT max(id) FROM batch)"), r"subquery depends on"),
         (sql("unnest([1, 2])"), r"unnest depends on"),
         (sql("id) FROM batch ORDER BY (id"), r"without commas and FROM"),
@@ -283,6 +453,28 @@ def test_settings_that_can_not_run_are_refused_before_any_row(
         plan_pipeline(
             Pipeline.model_validate(values() | ({"stages": change} if isinstance(change, list) else change)), folder
         )
+
+
+def test_column_named_like_a_function_of_time_is_a_column(folder: Path, store: str) -> None:
+    named = {
+        "kind": "sql",
+        "columns": {"current_date": "id", "years": "age(TIMESTAMP '2020-01-01', DATE '2019-01-01')::VARCHAR"},
+    }
+    made = go(
+        folder, store, named, {"kind": "where", "predicate": "current_date < 5"}, {"kind": "sql", "drop": ["years"]}
+    )
+    assert [row["current_date"] for row in rows_of(made)] == list(range(5))
+
+
+@pytest.mark.parametrize("names", [("v", "v"), ("v", "V")])
+def test_file_whose_columns_are_the_same_one_in_sql_is_refused(
+    folder: Path, store: str, names: tuple[str, str]
+) -> None:
+    pq.write_table(pa.table([[1], [2], [3]], ["id", *names]), folder / "rows.parquet")
+    with pytest.raises(PipelineError, match=rf"rows\.parquet: the columns v and {names[1]} are the same one in SQL"):
+        go(folder, store)
+    source = {"kind": "parquet", "path": "rows.parquet", "columns": ["id"]}
+    assert rows_of(go(folder, store, source=source)) == [{"id": 1}]
 
 
 def test_file_with_a_wrong_field_names_its_place(folder: Path) -> None:
