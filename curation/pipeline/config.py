@@ -216,7 +216,7 @@ class AskStage(_Stage):
     prompt gets.
     """
     model: str = ""
-    """Model name at the endpoint; required with api chat."""
+    """Model name at the endpoint; required with api chat. With api json it only distinguishes models at one URL."""
     revision: str = ""
     """Distinguishes this model from an earlier one of the same name; changing it sends all requests again."""
     template: str = ""
@@ -246,7 +246,17 @@ class AskStage(_Stage):
     the run.
     """
     endpoint: Endpoint
-    """The server. Not part of any key."""
+    """The server. Its URL is part of the key, and of the question, only with api json, whose requests name no model."""
+
+    @property
+    def route(self) -> str:
+        """URL of api json."""
+        return self.endpoint.url.rstrip("/") if self.api == "json" else ""
+
+    @property
+    def slice(self) -> dict[str, Any]:
+        """See the base class."""
+        return super().slice | ({"url": self.route} if self.route else {})
 
     @model_validator(mode="after")
     def _askable(self) -> Self:

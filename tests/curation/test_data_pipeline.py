@@ -6,6 +6,7 @@ import collections
 import json
 import random
 import re
+import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -234,8 +235,6 @@ def test_table_of_a_database_is_read_in_pages_of_its_key(folder: Path, store: st
         with duckdb.connect(str(folder / "users.duckdb")) as database:
             database.execute("CREATE TABLE t AS SELECT 3 * range AS k, 'n' || range AS v FROM range(100)")
     else:
-        import sqlite3
-
         with sqlite3.connect(folder / "users.sqlite") as other:
             other.execute("CREATE TABLE t (k INTEGER PRIMARY KEY, v TEXT)")
             other.executemany("INSERT INTO t VALUES (?, ?)", [(3 * n, f"n{n}") for n in range(100)])
@@ -254,6 +253,24 @@ def test_repeated_key_of_a_database_is_refused_also_between_pages(folder: Path, 
     source = {"kind": "database", "database": {"kind": "sqlite", "path": "users.db"}, "table": "users", "key": "id"}
     with pytest.raises(PipelineError, match=r"source\.key = 'id': it has nulls, equal values"):
         go(folder, store, source={**source, "columns": {"id": "BIGINT"}}, batch_rows=4)
+
+
+def test_key_of_a_database_with_nulls_is_refused_also_behind_the_last_page(folder: Path, store: str) -> None:
+    with duckdb.connect(str(folder / "null.duckdb")) as database:
+        database.execute("CREATE TABLE t AS SELECT CASE WHEN range < 50 THEN range END AS id FROM range(60)")
+    source = {"kind": "database", "database": {"kind": "duckdb", "path": "null.duckdb"}, "table": "t", "key": "id"}
+    for batch_rows in (16, 100):
+        with pytest.raises(PipelineError, match=r"source\.key = 'id': it has nulls"):
+            go(folder, store, source={**source, "columns": {"id": "BIGINT"}}, batch_rows=batch_rows)
+
+
+def test_key_of_a_database_that_its_type_alters_does_not_page_for_ever(folder: Path, store: str) -> None:
+    with sqlite3.connect(folder / "blob.db") as database:
+        database.execute("CREATE TABLE t (id BLOB PRIMARY KEY)")
+        database.executemany("INSERT INTO t VALUES (?)", [(b"a",), (b"b",), (b"c",)])
+    source = {"kind": "database", "database": {"kind": "sqlite", "path": "blob.db"}, "table": "t", "key": "id"}
+    with pytest.raises(PipelineError, match=r"source\.key = 'id': it has .* its type in columns"):
+        go(folder, store, source={**source, "columns": {"id": "VARCHAR"}}, batch_rows=2)
 
 
 @pytest.mark.parametrize(
