@@ -401,5 +401,7 @@ class Pipeline(_Part):
     """Rows of a batch, which a stage gets at once and which is committed as a whole."""
     workers: int = Field(default=0, ge=0, le=1024)
     """Worker processes for sql, where, map and keys of selections; 0: one per core. No part of the key."""
-    memory_mb: int = Field(default=128, ge=32)
-    """Memory of a selection in MiB, beyond which it uses the disk. No part of the key."""
+    memory_mb: int = Field(default=128, ge=64)
+    """Memory of a selection in MiB, beyond which it uses the disk. More for `distinct near` of several million rows. No
+    part of the key.
+    """

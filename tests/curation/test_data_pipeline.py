@@ -21,8 +21,10 @@ from contracts.errors import ConfigError
 from contracts.store import open_store
 from contracts.yaml_text import load_yaml
 from curation.errors import PipelineError
-from curation.pipeline.config import Pipeline
+from curation.pipeline.config import DistinctStage, Near, Pipeline
 from curation.pipeline.plan import plan_pipeline
+from curation.pipeline.rows import Step
+from curation.pipeline.selections import Selection, keys_of
 from curation.pipeline.versions import find_version, record_version, versions
 from resources.data_pipeline import load_pipeline
 from tests.curation.pipelines import ROWS, calls, function, go, rows_of, values, world
@@ -162,6 +164,18 @@ def test_near_duplicates_of_an_earlier_row_are_left_out(folder: Path, store: str
     near = {"column": "text", "threshold": 0.8, "ngram": 3}
     assert ids(folder, store, {"kind": "distinct", "near": near}) == [0, 1, 3, 4]
     assert ids(folder, store, {"kind": "distinct", "near": {**near, "threshold": 1.0}}) == [0, 1, 2, 3, 4]
+
+
+def test_selection_that_needs_more_memory_says_so(tmp_path: Path) -> None:
+    schema = pa.schema([("id", pa.int64()), ("text", pa.string())])
+    step = Step(0, DistinctStage(kind="distinct", near=Near(column="text")), "id", schema, schema)
+    selection = Selection(step, tmp_path, 1)
+    keys = keys_of(step, pa.table({"id": range(4000), "text": [f"text {n}" for n in range(4000)]}, schema))
+    with pytest.raises(PipelineError, match=r"stages\.0 \(distinct\): DuckDB can't select .* raise memory_mb"):
+        for _ in range(5):
+            selection.add(keys)
+        selection.write(tmp_path / "kept.parquet")
+    selection.close()
 
 
 def test_lines_of_json_that_do_not_fit_are_named_or_counted(folder: Path, store: str) -> None:
