@@ -56,7 +56,7 @@ def removable(store: Store, keep_last: int, older_than_s: float) -> list[Removab
         *(each for each in snapshots if _dataset_of(each) not in trains | {None}),
         *(each for each in list_artifacts(store, TRAINER_STATE) if each.ref.key not in needed),
         *(each for each in list_artifacts(store, GROUP) if _is_merged(store, each)),
-        *(each for kind in (ROWS, KEPT_ROWS) for each in list_artifacts(store, kind)),
+        *(each for kind in (KEPT_ROWS, ROWS) for each in list_artifacts(store, kind)),
     ]
     why = {
         TRAINER_STATE: "nothing starts from it",

@@ -225,7 +225,7 @@ class AskStage(_Stage):
     prompt gets.
     """
     model: str = ""
-    """Model name at the endpoint; required with api chat."""
+    """Model name at the endpoint; required with api chat. With api json it only distinguishes models at one URL."""
     revision: str = ""
     """Distinguishes this model from an earlier one of the same name; changing it sends all requests again."""
     template: str = ""
@@ -255,7 +255,17 @@ class AskStage(_Stage):
     the run.
     """
     endpoint: Endpoint
-    """The server. Not part of any key."""
+    """The server. Its URL is part of the key, and of the question, only with api json, whose requests name no model."""
+
+    @property
+    def route(self) -> str:
+        """URL of api json."""
+        return self.endpoint.url.rstrip("/") if self.api == "json" else ""
+
+    @property
+    def slice(self) -> dict[str, Any]:
+        """See the base class."""
+        return super().slice | ({"url": self.route} if self.route else {})
 
     @model_validator(mode="after")
     def _askable(self) -> Self:
@@ -402,5 +412,7 @@ class Pipeline(_Part):
     """Rows of a batch, which a stage gets at once and which is committed as a whole."""
     workers: int = Field(default=0, ge=0, le=1024)
     """Worker processes for sql, where, map and keys of selections; 0: one per core. No part of the key."""
-    memory_mb: int = Field(default=128, ge=32)
-    """Memory of a selection in MiB, beyond which it uses the disk. No part of the key."""
+    memory_mb: int = Field(default=128, ge=64)
+    """Memory of a selection in MiB, beyond which it uses the disk. More for `distinct near` of several million rows. No
+    part of the key.
+    """

@@ -46,10 +46,13 @@ def database_digest(database: Database, folder: Path) -> str:
 
 
 class Connection:
-    """One connection, for use by one thread at a time. place: of the settings, for errors."""
+    """One connection, for use by one thread at a time. place: of the settings, for errors. one_snapshot: a connection
+    that breaks after a query is not opened again, since the next one would see another snapshot.
+    """
 
-    def __init__(self, database: Database, folder: Path, place: str) -> None:
+    def __init__(self, database: Database, folder: Path, place: str, one_snapshot: bool = False) -> None:
         self._database, self._folder, self._place = database, folder, place
+        self._one_snapshot, self._began = one_snapshot, False
         self._mark = "%s" if isinstance(database, PostgresqlDatabase) else "?"
         self._open: Any = None
 
@@ -64,20 +67,15 @@ class Connection:
                 cursor = self._open.cursor()
                 cursor.execute(sql.replace("?", self._mark), list(parameters))
                 rows: list[tuple[Any, ...]] = cursor.fetchall()
+                self._began = True
                 return rows
             except (sqlite3.Error, duckdb.Error, OverflowError) as error:
                 raise PipelineError(f"{self._place}: {one_line(error)}: correct table, key and columns") from None
             except Exception as error:
                 if type(error).__module__.partition(".")[0] != "psycopg2":
                     raise
+                self._fail(error, last=attempt == ATTEMPTS)
                 self.close()
-                if type(error).__name__ not in ("OperationalError", "InterfaceError"):
-                    raise PipelineError(f"{self._place}: {one_line(error)}: correct table, key and columns") from None
-                if attempt == ATTEMPTS:
-                    raise InfraFault(
-                        f"{self._place}: the database can't be reached ({one_line(error)}): start it or correct"
-                        f" ${self._variable}, then run the same command again"
-                    ) from None
                 time.sleep(backoff_s(attempt, 0.5))
         raise AssertionError("the last attempt returns or raises")
 
@@ -86,6 +84,29 @@ class Connection:
         with suppress(Exception):
             self._open.close()
         self._open = None
+
+    def _fail(self, error: Exception, last: bool) -> None:
+        """Raise the error of a server's query, unless another attempt may succeed."""
+        connected = self._open is not None
+        kinds = {each.__name__ for each in type(error).__mro__}
+        if kinds.isdisjoint({"OperationalError", "InterfaceError"}) and not (connected and self._open.closed):
+            if connected:
+                raise PipelineError(f"{self._place}: {one_line(error)}: correct table, key and columns") from None
+            raise PipelineError(
+                f"{self._place}: ${self._variable} is no URL or connection string of PostgreSQL: correct it"
+            ) from None
+        if self._one_snapshot and self._began:
+            raise InfraFault(
+                f"{self._place}: the connection broke ({one_line(error)}), and with it the snapshot of the rows read"
+                " before: run the same command again"
+            ) from None
+        if last:
+            # what the library says of a failed connection may quote the URL with its password
+            said = f" ({one_line(error)})" if connected else ""
+            raise InfraFault(
+                f"{self._place}: the database of ${self._variable} can't be reached{said}: start it, or correct host,"
+                " port, user, password and database there, then run the same command again"
+            ) from None
 
     @property
     def _variable(self) -> str:

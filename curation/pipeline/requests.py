@@ -200,7 +200,7 @@ class AskWork:
                     named, client.slots, lambda: client.post("/chat/completions", question, judge_answer)
                 )
             else:
-                named["field"] = stage.field
+                named |= {"field": stage.field, "model": stage.model, "url": stage.route}
                 answer = await self._answers.ask(named, client.slots, lambda: client.post("", question, self._read))
             value, said = self._value(answer)
             if value is not None:

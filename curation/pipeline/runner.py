@@ -51,7 +51,9 @@ def run_pipeline(plan: Plan, store: Store, report: Report = lambda phase, done, 
     steps = [step for segment in plan.segments for step in segment.steps]
     workers = Workers(steps, plan.folder, plan.workers)
     try:
-        made = [find_artifact(store, each.kind, each.key) for each in plan.segments]
+        made = list[Artifact | None]()
+        for each in plan.segments:
+            made.append(find_artifact(store, each.kind, _key(each, made)))
         for number, segment in enumerate(plan.segments):
             if made[number] is None and _is_needed(made, plan.segments, number):
                 made[number] = _Run(plan, store, workers, report, segment, made[:number]).make()
@@ -62,6 +64,14 @@ def run_pipeline(plan: Plan, store: Store, report: Report = lambda phase, done, 
     result = made[-1]
     assert result is not None, "the last segment is always needed"
     return result
+
+
+def _key(segment: Segment, before: Sequence[Artifact | None]) -> str:
+    """Action key of a segment's artifact: numbers of rows belong to these rows, since others may be made with the key
+    of removed ones, e.g. after an endpoint refused some.
+    """
+    rows = before[-1] if segment.kind == KEPT_ROWS else None
+    return digest_of([segment.key, rows.ref.digest]) if rows is not None else segment.key
 
 
 def _is_needed(made: Sequence[Artifact | None], segments: Sequence[Segment], number: int) -> bool:
@@ -120,6 +130,16 @@ class _Run:
         assert rows is not None and kept is not None, "needed artifacts are made in order"
         return _KeptReader(rows, kept, self.plan.pipeline.batch_rows)
 
+    def _name(self, number: int) -> str:
+        """Name of the part of a batch."""
+        return f"{self._prefix}{number:08d}"
+
+    @property
+    def _prefix(self) -> str:
+        """Prefix of the names of parts that were made from the same rows."""
+        kept = self.before[-1] if self.before else None
+        return f"{kept.ref.key[:16]}-" if kept is not None else ""
+
     @property
     def _parts(self) -> Parts:
         return Parts(self.store, self.segment.kind, self.segment.key, [self._schema, _COUNTS, _CURSOR])
@@ -134,7 +154,8 @@ class _Run:
 
     def _writer(self) -> ArtifactWriter:
         own = self.segment
-        return ArtifactWriter(self.store, own.kind, own.key, parents={}, config=own.config, code_version=DATA_VERSION)
+        key = _key(own, self.before)
+        return ArtifactWriter(self.store, own.kind, key, parents={}, config=own.config, code_version=DATA_VERSION)
 
     async def _stream(self, reader: Reader) -> None:
         """Commit a part for each batch. Those in the store are not computed again."""
@@ -165,7 +186,7 @@ class _Run:
                     batch = await asyncio.to_thread(next, batches, None)
                     if batch is None:
                         break
-                    name = f"{number:08d}"
+                    name = self._name(number)
                     number += 1
                     if name in done:
                         watch.add(batch.table.num_rows)
@@ -181,13 +202,13 @@ class _Run:
     def _committed(self, parts: Parts) -> tuple[set[str], int, Any]:
         """(names of the parts in the store; number of the first missing one; cursor of its batch)."""
         done = set(parts.names())
-        first = next(number for number in range(len(done) + 1) if f"{number:08d}" not in done)
+        first = next(number for number in range(len(done) + 1) if self._name(number) not in done)
         while first:
-            last = parts.get(f"{first - 1:08d}")
+            last = parts.get(self._name(first - 1))
             if last is not None:
                 return done, first, json.loads(last[2].column("cursor")[0].as_py())
             first -= 1
-            done.discard(f"{first:08d}")
+            done.discard(self._name(first))
         return done, 0, None
 
     async def _through(self, batch: Batch, requests: dict[int, RequestWork]) -> tuple[pa.Table, Tally]:
@@ -219,7 +240,7 @@ class _Run:
         parts, tally, rows = self._parts, Tally(), 0
         with self._writer() as out:
             files = _Files(out, self._schema, self.plan.pipeline.sink if self.segment.kind == DATA else Sink())
-            for name in parts.names():
+            for name in (each for each in parts.names() if each.startswith(self._prefix)):
                 found = parts.get(name)
                 if found is None:
                     raise StoreError(
@@ -237,6 +258,9 @@ class _Run:
         """Write the numbers of the rows that a selection keeps."""
         (step,), source = self.segment.steps, self.before[-1]
         assert source is not None, "needed artifacts are made in order"
+        found = find_artifact(self.store, KEPT_ROWS, _key(self.segment, self.before))
+        if found is not None:
+            return found
         reader = rows_reader(source, self.plan.pipeline.batch_rows)
         watch = _Watch(self.report, self._phase, reader.rows)
         with self._writer() as out:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
 
@@ -18,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from rensa import RMinHash
 
-from curation.errors import PipelineError
+from curation.errors import PipelineError, one_line
 from curation.pipeline.config import BalanceStage, CapStage, DistinctStage, Near, SampleStage, Stage
 from curation.pipeline.rows import Step, draw, key_text, session
 from curation.pipeline.schemas import require_columns
@@ -112,18 +113,19 @@ class Selection:
         )
 
     def add(self, keys: pa.Table) -> None:
-        """Add the keys of the next rows."""
+        """Add the keys of the next rows. Raises PipelineError if they need more memory."""
         numbers = pa.array(np.arange(self.rows, self.rows + keys.num_rows))
-        self._connection.register("batch", keys.append_column("n", numbers))
         made = "INSERT INTO keys" if self.rows else "CREATE OR REPLACE TABLE keys AS"
-        self._connection.execute(f"{made} SELECT * FROM batch")
-        self._connection.unregister("batch")
+        with self._enough_memory():
+            self._connection.register("batch", keys.append_column("n", numbers))
+            self._connection.execute(f"{made} SELECT * FROM batch")
+            self._connection.unregister("batch")
         self.rows += keys.num_rows
 
     def write(self, path: Path) -> int:
         """Write the numbers of the rows that stay, in order. Returns how many there are. Raises PipelineError."""
         count = 0
-        with pq.ParquetWriter(path, SCHEMA, compression="zstd") as out:
+        with pq.ParquetWriter(path, SCHEMA, compression="zstd") as out, self._enough_memory():
             if not self.rows:
                 return 0
             self._connection.execute("CREATE OR REPLACE TABLE kept(n BIGINT)")
@@ -137,6 +139,17 @@ class Selection:
     def close(self) -> None:
         """Close the database."""
         self._connection.close()
+
+    @contextmanager
+    def _enough_memory(self) -> Iterator[None]:
+        """Raise PipelineError if DuckDB fails: it does not take all of its work to the disk."""
+        try:
+            yield
+        except duckdb.Error as error:
+            raise PipelineError(
+                f"{self._step.place}: DuckDB can't select from {self.rows:,} rows in {self._memory_mb} MiB"
+                f" ({one_line(error)}): raise memory_mb, or free the disk if it is full"
+            ) from None
 
     def _queries(self) -> Iterator[str]:
         """Queries whose results together are the numbers of the rows that stay."""

@@ -232,29 +232,35 @@ class _DatabaseReader:
     def batches(self, cursor: Any) -> Iterator[Batch]:
         source, key = self._source, quoted(self._source.database, self._source.key)
         names = ", ".join(quoted(source.database, name) for name in source.columns)
-        connection = Connection(source.database, self._folder, PLACE)
+        connection = Connection(source.database, self._folder, PLACE, one_snapshot=True)
+        table_name = quoted(source.database, source.table)
         try:
             while True:
                 after = f"WHERE {key} > ? " if cursor is not None else ""
                 rows = connection.query(
-                    f"SELECT {names} FROM {quoted(source.database, source.table)} {after}"
-                    f"ORDER BY {key} LIMIT {self._batch_rows + 1}",
+                    f"SELECT {names} FROM {table_name} {after}ORDER BY {key} LIMIT {self._batch_rows + 1}",
                     [] if cursor is None else [cursor],
                 )
                 if not rows:
+                    if connection.query(f"SELECT 1 FROM {table_name} WHERE {key} IS NULL LIMIT 1", []):
+                        raise self._unfit_key()
                     return
                 table = table_of_rows(rows, self.schema, PLACE, source.key)
                 keys = table.column(source.key).to_pylist()  # one more than the page, which must differ from its last
-                if None in keys or len(set(keys)) != len(keys) or not isinstance(keys[-1], int | str):
-                    raise PipelineError(
-                        f"{PLACE}.key = {source.key!r}: it has nulls, equal values, or values that are neither integers"
-                        " nor texts: name a unique column"
-                    )
+                # the last key again: its type in columns altered it, so the next query would find it for ever
+                if None in keys or len({cursor, *keys}) != len(keys) + 1 or not isinstance(keys[-1], int | str):
+                    raise self._unfit_key()
                 table = table.slice(0, self._batch_rows)
                 cursor = keys[table.num_rows - 1]
                 yield Batch(table, cursor)
         finally:
             connection.close()
+
+    def _unfit_key(self) -> PipelineError:
+        return PipelineError(
+            f"{PLACE}.key = {self._source.key!r}: it has nulls, equal values, or values that are neither integers nor"
+            " texts: name a unique column, with its type in columns"
+        )
 
 
 def table_of_rows(rows: Sequence[Sequence[Any]], schema: pa.Schema, place: str, key: str) -> pa.Table:

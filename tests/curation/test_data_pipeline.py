@@ -26,9 +26,11 @@ from contracts.errors import ConfigError
 from contracts.store import open_store
 from contracts.yaml_text import load_yaml
 from curation.errors import PipelineError
-from curation.pipeline.config import Pipeline
+from curation.pipeline.config import DistinctStage, Near, Pipeline
 from curation.pipeline.plan import plan_pipeline
+from curation.pipeline.rows import Step
 from curation.pipeline.schemas import UNFIT, array_of, schema_of
+from curation.pipeline.selections import Selection, keys_of
 from curation.pipeline.versions import find_version, record_version, versions
 from resources.data_pipeline import load_pipeline
 from tests.curation.pipelines import ROWS, calls, function, go, rows_of, values, world
@@ -201,6 +203,18 @@ def test_near_duplicates_of_an_earlier_row_are_left_out(folder: Path, store: str
     near = {"column": "text", "threshold": 0.8, "ngram": 3}
     assert ids(folder, store, {"kind": "distinct", "near": near}) == [0, 1, 3, 4]
     assert ids(folder, store, {"kind": "distinct", "near": {**near, "threshold": 1.0}}) == [0, 1, 2, 3, 4]
+
+
+def test_selection_that_needs_more_memory_says_so(tmp_path: Path) -> None:
+    schema = pa.schema([("id", pa.int64()), ("text", pa.string())])
+    step = Step(0, DistinctStage(kind="distinct", near=Near(column="text")), "id", schema, schema)
+    selection = Selection(step, tmp_path, 1)
+    keys = keys_of(step, pa.table({"id": range(4000), "text": [f"text {n}" for n in range(4000)]}, schema))
+    with pytest.raises(PipelineError, match=r"stages\.0 \(distinct\): DuckDB can't select .* raise memory_mb"):
+        for _ in range(5):
+            selection.add(keys)
+        selection.write(tmp_path / "kept.parquet")
+    selection.close()
 
 
 def test_lines_of_json_that_do_not_fit_are_named_or_counted(folder: Path, store: str) -> None:
@@ -419,6 +433,24 @@ def test_repeated_key_of_a_database_is_refused_also_between_pages(folder: Path, 
     source = {"kind": "database", "database": {"kind": "sqlite", "path": "users.db"}, "table": "users", "key": "id"}
     with pytest.raises(PipelineError, match=r"source\.key = 'id': it has nulls, equal values"):
         go(folder, store, source={**source, "columns": {"id": "BIGINT"}}, batch_rows=4)
+
+
+def test_key_of_a_database_with_nulls_is_refused_also_behind_the_last_page(folder: Path, store: str) -> None:
+    with duckdb.connect(str(folder / "null.duckdb")) as database:
+        database.execute("CREATE TABLE t AS SELECT CASE WHEN range < 50 THEN range END AS id FROM range(60)")
+    source = {"kind": "database", "database": {"kind": "duckdb", "path": "null.duckdb"}, "table": "t", "key": "id"}
+    for batch_rows in (16, 100):
+        with pytest.raises(PipelineError, match=r"source\.key = 'id': it has nulls"):
+            go(folder, store, source={**source, "columns": {"id": "BIGINT"}}, batch_rows=batch_rows)
+
+
+def test_key_of_a_database_that_its_type_alters_does_not_page_for_ever(folder: Path, store: str) -> None:
+    with sqlite3.connect(folder / "blob.db") as database:
+        database.execute("CREATE TABLE t (id BLOB PRIMARY KEY)")
+        database.executemany("INSERT INTO t VALUES (?)", [(b"a",), (b"b",), (b"c",)])
+    source = {"kind": "database", "database": {"kind": "sqlite", "path": "blob.db"}, "table": "t", "key": "id"}
+    with pytest.raises(PipelineError, match=r"source\.key = 'id': it has .* its type in columns"):
+        go(folder, store, source={**source, "columns": {"id": "VARCHAR"}}, batch_rows=2)
 
 
 @pytest.mark.parametrize(

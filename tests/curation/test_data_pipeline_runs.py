@@ -14,12 +14,13 @@ from typing import Any
 
 import pytest
 
-from contracts.artifacts import Artifact, find_artifact
+from contracts.artifacts import Artifact, discard_artifact, find_artifact, list_artifacts
 from contracts.errors import InfraFault
 from contracts.leftovers import sweep_leftovers
 from contracts.processes import start_of
 from contracts.store import open_store
 from curation.errors import PipelineError
+from curation.pipeline import databases
 from curation.pipeline.config import Pipeline
 from curation.pipeline.plan import plan_pipeline
 from curation.pipeline.runner import run_pipeline
@@ -159,6 +160,39 @@ def test_endpoint_of_json_gets_columns_and_gives_a_number(folder: Path, store: s
     assert [row["n"] for row in rows_of(made)] == [len(row["text"]) for row in ROWS]
 
 
+def test_endpoints_of_json_share_no_answers(folder: Path, store: str) -> None:
+    with judge_server(lambda path, body: (200, {"score": len(path)})) as server:
+        ask = {"kind": "ask", "api": "json", "input": ["text"], "field": "score", "answer": "score"}
+        one, other = (
+            {**ask, "column": path, "endpoint": {"url": f"{server.url}/{path}"}} for path in ("toxicity", "quality")
+        )
+        first = rows_of(go(folder, store, one, other))[0]
+        moved = rows_of(go(folder, store, {**one, "endpoint": other["endpoint"]}, other))[0]
+        model = rows_of(go(folder, store, {**one, "model": "v2"}))[0]
+    assert (first["toxicity"], first["quality"]) == (9, 8) == (model["toxicity"], moved["toxicity"])
+    assert len(server.asked) == 3 * len(ROWS)
+
+
+def test_rows_that_are_made_again_after_gc_are_selected_again(folder: Path, tmp_path: Path) -> None:
+    refusing = True
+    with judge_server(lambda path, body: (400, {}) if refusing and body["id"] < 16 else (200, {"n": 1})) as server:
+        ask = {"kind": "ask", "api": "json", "input": ["id"], "field": "n", "column": "n", "on_error": "drop"}
+        ask["endpoint"] = {"url": server.url}
+        given = [ask, {"kind": "cap", "by": ["lang"], "rows": 70}]
+        first = go(folder, str(tmp_path / "store"), *given)
+        store = open_store(str(tmp_path / "store"))
+        later = {"kind": "sql", "columns": {"one": "1"}}
+        killed = started(folder, store.url, *given, later, env={"TRIPLANE_KILL_AT": "data-batch-committed:3"})
+        assert killed.wait(60) == -signal.SIGKILL, killed.communicate()[0]
+        refusing = False
+        for rows in list_artifacts(store, "data_rows"):
+            discard_artifact(store, rows.ref)
+        made = go(folder, store.url, *given, later)
+        whole = go(folder, str(tmp_path / "whole"), *given, later)
+    assert first.meta["rows"] < whole.meta["rows"] == 70 + 70 + 40
+    assert made.manifest.files == whole.manifest.files and made.meta == whole.meta
+
+
 def test_unreachable_endpoint_ends_the_run_and_keeps_the_rows_before(folder: Path, store: str) -> None:
     shout = {"kind": "map", "function": function(folder, "shout"), "columns": {"loud": "VARCHAR"}}
     ask = chat("http://127.0.0.1:9", endpoint={"url": "http://127.0.0.1:9/v1", "attempts": 1}, on_error="drop")
@@ -226,3 +260,52 @@ def test_postgresql_is_read_in_pages_and_joined(folder: Path, store: str, monkey
     names = [*(f"p{n + 1}" for n in range(99)), None]
     assert rows_of(found) == [{"id": n, "name": names[n], "tags": ["a", str(n)], "next": n + 1} for n in range(100)]
     assert go(folder, store, *given, source=source).ref == found.ref, "a found result needs no server"
+
+
+def test_postgresql_source_is_one_snapshot_without_null_keys(
+    folder: Path, store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running_postgres() as server:
+        connection = connect(server.port, DATABASE)
+        connection.autocommit = True
+        cursor = connection.cursor()
+        cursor.execute("CREATE TABLE t (id bigint PRIMARY KEY, v bigint)")
+        cursor.execute("INSERT INTO t SELECT n, 0 FROM generate_series(0, 9) AS n")
+        cursor.execute("CREATE VIEW nulls AS SELECT CASE WHEN id < 8 THEN id END AS id, v FROM t")
+        quoted = PASSWORD.replace("\\", "\\\\").replace("'", "\\'")
+        where = f"host=127.0.0.1 port={server.port} user={USER} dbname={DATABASE} password='{quoted}'"
+        monkeypatch.setenv("T_URL", where)
+        source = {"kind": "database", "database": {"kind": "postgresql", "url_env": "T_URL", "revision": "1"}}
+        source |= {"table": "t", "key": "id", "columns": {"id": "BIGINT", "v": "BIGINT"}}
+        pages = plan_pipeline(Pipeline.model_validate(values(source=source, batch_rows=4)), folder).reader.batches(None)
+        first = next(pages)
+        cursor.execute("UPDATE t SET v = 1")
+        assert next(pages).table.column("v").to_pylist() == [0] * 4
+        cursor.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE state LIKE 'idle in%'")
+        with pytest.raises(InfraFault, match=r"source: the connection broke .* run the same command again"):
+            next(pages)
+        with pytest.raises(PipelineError, match=r"source\.key = 'id': it has nulls"):
+            go(folder, store, source={**source, "table": "nulls"}, batch_rows=4)
+        connection.close()
+    assert first.cursor == 3
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgress://me:s3cret@127.0.0.1/x",
+        "postgresql://me:s3@cret@127.0.0.1:1/x",
+        "postgresql://me:s3cret@127.0.0.1:1/x?sslmod=require",
+        "me:s3cret@db",
+        "postgresql://me:5/cret@127.0.0.1:54a/x",
+    ],
+)
+def test_errors_of_a_connection_never_show_its_password(
+    folder: Path, store: str, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(databases, "ATTEMPTS", 1)
+    monkeypatch.setenv("SECRET_URL", url)
+    source = {"kind": "database", "database": {"kind": "postgresql", "url_env": "SECRET_URL", "revision": "1"}}
+    with pytest.raises((InfraFault, PipelineError), match=r"source: .*\$SECRET_URL.*correct") as caught:
+        go(folder, store, source={**source, "table": "t", "key": "id", "columns": {"id": "BIGINT"}})
+    assert "cret" not in str(caught.value).replace("$SECRET_URL", "")
