@@ -10,6 +10,7 @@ Dagster redirects a process's output while a step runs, so two runs at once need
 from __future__ import annotations
 
 import functools
+import logging
 import multiprocessing
 import os
 import pickle
@@ -28,12 +29,13 @@ from contracts.store import open_store
 from ops.graph import ITERATION_INPUTS
 from resources.errors import StepFailed
 from resources.experiment import Experiment
-from resources.progress import Progress, ProgressSink
+from resources.progress import Progress, ProgressSink, no_progress
 from resources.refs import has_ref
 from triplane_dagster.cli.interrupts import is_interrupt
 from triplane_dagster.cli.quiet import quiet_dagster
 from triplane_dagster.run import Runner
 
+_log = logging.getLogger(__name__)
 GRACE_S = 5.0
 """Time for the sampling process to cancel its run, in seconds."""
 POLL_S = 0.2
@@ -99,7 +101,7 @@ class Ahead:
             while True:
                 message = self._ours.recv()
                 if isinstance(message, Progress):
-                    self._sink(message)
+                    self._show(message)
                     continue
                 with self._changed:
                     self._sampled.update(message)
@@ -110,6 +112,13 @@ class Ahead:
             with self._changed:
                 self._ended = True
                 self._changed.notify_all()
+
+    def _show(self, update: Progress) -> None:
+        try:
+            self._sink(update)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 (rich raises SystemExit if nobody reads its output)
+            self._sink = no_progress
+            _log.warning("progress of sampling is no longer shown: %s", type(error).__name__)
 
 
 @contextmanager
