@@ -66,11 +66,11 @@ def wait_for(reached: Any, process: subprocess.Popen[str]) -> None:
     "point",
     [
         "data-batch-done:4",
-        "data-batch-committed:4",
-        "artifact-staged",
         "artifact-staged:2",
-        "before-manifest",
-        "after-manifest:3",
+        *(
+            pytest.param(each, marks=pytest.mark.slow)
+            for each in ("data-batch-committed:4", "artifact-staged", "before-manifest", "after-manifest:3")
+        ),
     ],
 )
 def test_killed_pipeline_computes_and_asks_for_no_committed_batch_again(
