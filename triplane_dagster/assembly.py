@@ -18,11 +18,11 @@ from resources.sandboxes import SandboxesResource
 from resources.store import StoreResource
 from resources.training_launcher import TrainingLauncher
 from triplane_dagster.alerts import alert_on_failure
-from triplane_dagster.broken_files import BrokenFile, broken_assets
+from triplane_dagster.broken_files import broken_assets
 from triplane_dagster.data_job import data_job, load_pipelines
 from triplane_dagster.evaluation_job import evaluation_job
 from triplane_dagster.executors import step_executor
-from triplane_dagster.experiment_files import experiments_folder, load_folder, pipelines_folder
+from triplane_dagster.experiment_files import BrokenFile, experiments_folder, load_folder, pipelines_folder
 from triplane_dagster.freshness import with_freshness
 from triplane_dagster.jobs import base_job, half_jobs, iteration_job, rollback_job
 from triplane_dagster.orphans import orphan_sensors

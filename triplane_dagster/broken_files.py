@@ -4,23 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
-from pathlib import Path
 
 import dagster as dg
 
 from assets.naming import OWNERS
-from resources.errors import ExperimentError
+from triplane_dagster.experiment_files import BrokenFile
 
 ASSET = "experiment_file"
-
-
-@dataclass(frozen=True)
-class BrokenFile:
-    """An experiment file that could not be loaded."""
-
-    path: Path
-    error: ExperimentError
 
 
 def broken_assets(broken: Iterable[BrokenFile], taken: Iterable[str]) -> list[dg.AssetsDefinition]:

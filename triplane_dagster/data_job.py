@@ -15,7 +15,7 @@ from curation.pipeline.versions import record_version
 from resources.data_pipeline import load_pipeline
 from resources.errors import ExperimentError
 from resources.store import StoreResource
-from triplane_dagster.broken_files import BrokenFile
+from triplane_dagster.experiment_files import BrokenFile
 from triplane_dagster.jobs import REPEATED_WHOLE, job_op
 
 

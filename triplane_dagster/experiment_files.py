@@ -9,7 +9,6 @@ from pathlib import Path
 from contracts.digests import digest_of, sha256
 from resources.errors import ExperimentError
 from resources.experiment import Experiment, find_experiments, load_experiment
-from triplane_dagster.broken_files import BrokenFile
 
 FOLDER_VARIABLE = "TRIPLANE_EXPERIMENTS"
 
@@ -31,6 +30,14 @@ def evaluations_folder() -> Path:
 def pipelines_folder() -> Path:
     """Folder of the files of data pipelines, in that of the experiments."""
     return experiments_folder() / "data"
+
+
+@dataclass(frozen=True)
+class BrokenFile:
+    """An experiment file that could not be loaded."""
+
+    path: Path
+    error: ExperimentError
 
 
 @dataclass(frozen=True)

@@ -249,9 +249,10 @@ def test_a_locale_that_is_not_utf8_changes_nothing(monkeypatch: pytest.MonkeyPat
     assert begun == [[sys.executable, sys.executable, *sys.orig_argv[1:]]]
 
 
-def test_read_commands_do_not_import_dagster(history: History) -> None:
+@pytest.mark.parametrize("command", ["status", "experiments list"])
+def test_read_commands_do_not_import_dagster(history: History, command: str) -> None:
     program = (
-        "import sys; sys.argv = ['triplane', 'status']\nfrom triplane_dagster.cli import main\ntry: main()\nexcept"
+        f"import sys; sys.argv = ['triplane', *{command.split()}]\nfrom triplane_dagster.cli import main\ntry: main()\nexcept"
         " SystemExit as end: assert not end.code\nassert 'dagster' not in sys.modules"
     )
     subprocess.run(
