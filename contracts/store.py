@@ -315,7 +315,7 @@ def _has_file(folder: str) -> bool:
 
 
 def _unless_missing(error: OSError) -> None:
-    """Raise an error of a walk, unless the folder is gone: what can't be read is not nothing."""
+    """Raise an error of a walk, unless the folder is gone. An unreadable folder is not an empty one."""
     if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
         raise error
 

@@ -11,7 +11,7 @@ _DATA = "data:"
 
 
 class _Source(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     name: str = Field(default="", pattern=r"^[a-z0-9_-]{0,40}$")
     """Name in metrics and lineage: lower case letters, digits, - and _; empty: that of the kind."""

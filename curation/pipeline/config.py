@@ -21,7 +21,7 @@ OnError = Literal["fail", "drop"]
 
 
 class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 def ordered(settings: dict[str, Any]) -> dict[str, Any]:
@@ -342,7 +342,7 @@ class SampleStage(_Stage):
     rows: int | None = Field(default=None, ge=1)
     """Exact number of rows; all if there are fewer."""
     by: tuple[Column, ...] = ()
-    """Columns that decide; rows with equal values share their fate under `share`. Empty: the pipeline's key."""
+    """Columns that decide; `share` keeps or drops rows with equal values together. Empty: the pipeline's key."""
     seed: int = Field(default=0, ge=0)
     """Seed."""
 

@@ -41,7 +41,7 @@ DEMONSTRATIONS = pa.schema(
 class DemonstrationConfig(BaseModel):
     """Number of demonstrations and share of right answers."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     count: int = Field(default=20_000, ge=1, le=2_000_000)
     """Rows of train.parquet, each of a different task."""

@@ -23,7 +23,7 @@ HIDDEN_TEST = "tests/test_hidden.py"
 class _Suite(BaseModel):
     """What generated and imported suites share."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     @model_serializer(mode="wrap")
     def _leave_out_unset(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:

@@ -17,7 +17,7 @@ _NAME = re.compile(r"(\*\.)?([a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?\.)*[a-z0-9]([a-z
 class Section(BaseModel):
     """Base of the sections of sandbox rules: immutable, no unknown keys, no value of another type."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
 class Destination(Section):

@@ -12,7 +12,7 @@ class DifficultyConfig(BaseModel):
     used whole.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     low: float = Field(default=0.0, ge=0, le=1)
     """Smallest estimated pass rate of a training task."""
