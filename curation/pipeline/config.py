@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
 from contracts.environment import VARIABLE
-from curation.rewards.config import Endpoint
+from curation.endpoint import Endpoint
 
 DATA_VERSION = "2"
 """Bump if a stage may give other rows for the same settings and input."""

@@ -15,9 +15,9 @@ import httpx
 
 from contracts.errors import InfraFault
 from contracts.retries import backoff_s
+from curation.endpoint import Endpoint
 from curation.errors import CurationError, RequestRefused
 from curation.rewards.answers import Answer
-from curation.rewards.config import Endpoint
 
 BACKOFF_S = 0.5
 """Mean pause after the first fault, in seconds; `backoff_s` gives later pauses."""

@@ -252,8 +252,8 @@ def test_a_locale_that_is_not_utf8_changes_nothing(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("command", ["status", "experiments list"])
 def test_read_commands_do_not_import_dagster(history: History, command: str) -> None:
     program = (
-        f"import sys; sys.argv = ['triplane', *{command.split()}]\nfrom triplane_dagster.cli import main\ntry: main()\nexcept"
-        " SystemExit as end: assert not end.code\nassert 'dagster' not in sys.modules"
+        f"import sys; sys.argv = ['triplane', *{command.split()}]\nfrom triplane_dagster.cli import main\n"
+        "try: main()\nexcept SystemExit as end: assert not end.code\nassert 'dagster' not in sys.modules"
     )
     subprocess.run(
         [sys.executable, "-c", program],

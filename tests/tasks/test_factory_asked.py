@@ -11,8 +11,8 @@ import pytest
 
 from contracts.errors import InfraFault
 from contracts.store import Store, open_store
+from curation.endpoint import Endpoint
 from curation.errors import CurationError, TaskError
-from curation.rewards.config import Endpoint
 from curation.tasks.factory.functions import Function, Lines, Source
 from curation.tasks.factory.make import MakeConfig, make_suite
 from curation.tasks.factory.source import Repository

@@ -17,8 +17,8 @@ from with_client import check_agents, with_client
 from contracts.artifacts import list_artifacts
 from contracts.store import Store, open_store
 from contracts.tasks import Split, Task
+from curation.endpoint import Endpoint
 from curation.errors import TaskError
-from curation.rewards.config import Endpoint
 from curation.tasks.factory import prove
 from curation.tasks.factory.baseline import run_baseline
 from curation.tasks.factory.environment import surroundings_of

@@ -147,8 +147,8 @@ def _model(url: str | None, name: str | None, api_key_env: str | None) -> Model:
     """Model that the options name. Raises TaskError."""
     from pydantic import ValidationError
 
+    from curation.endpoint import Endpoint
     from curation.errors import TaskError
-    from curation.rewards.config import Endpoint
     from curation.tasks.factory.strategies.asked import Model
 
     if not url or not name:

@@ -20,9 +20,9 @@ from typing import Any
 from contracts.artifacts import Frozen
 from contracts.store import Store
 from contracts.syntax import parse_python
+from curation.endpoint import Endpoint
 from curation.errors import RequestRefused
 from curation.rewards.answers import Answer, Answers
-from curation.rewards.config import Endpoint
 from curation.rewards.endpoint import EndpointClient
 from curation.rewards.judges import judge_answer
 from curation.tasks.factory.choose import in_turns
