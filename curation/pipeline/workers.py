@@ -24,11 +24,13 @@ _steps: list[tuple[Step, Work | None]] = []
 
 
 class Workers:
-    """Processes that start with the first batch."""
+    """Processes that start with the first batch, as forks of one that has imported what they need."""
 
     def __init__(self, steps: Sequence[Step], folder: Path, count: int) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__])
         self._pool = ProcessPoolExecutor(
-            count, multiprocessing.get_context("spawn"), _begin, (list(steps), str(folder), [str(folder), *sys.path])
+            count, context, _begin, (list(steps), str(folder), [str(folder), *sys.path], dict(os.environ))
         )
 
     def run(self, steps: Sequence[Step], table: pa.Table) -> Future[tuple[bytes, Tally]]:
@@ -69,9 +71,11 @@ def broken(error: BrokenProcessPool) -> InfraFault:
     )
 
 
-def _begin(steps: list[Step], folder: str, path: list[str]) -> None:
+def _begin(steps: list[Step], folder: str, path: list[str], environment: dict[str, str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to every process; the parent ends this one
     sys.path[:] = list(dict.fromkeys(path))
+    os.environ.clear()
+    os.environ.update(environment)  # the forked process has that of the first run
     threading.Thread(target=_end_with_parent, daemon=True).start()
     pa.set_cpu_count(1)
     for step in steps:
