@@ -8,6 +8,7 @@ import sys
 from collections.abc import Generator
 
 import pytest
+from _pytest.assertion import rewrite
 
 from tests.needs import SUITES, report
 from tests.triton_interpreter import InterpretedTriton
@@ -16,9 +17,12 @@ _ENDING = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A shell may start tests with signals ignored (nohup, a job in the background); what tests start and end would
-    ignore them too.
-    """
+    """Prepare this process for what tests import and start."""
+    # The verifier's runner, which some tests import, guards the assertions that pytest compiles after it, and stores no
+    # byte code: not those of these tests.
+    rewrite._envd_guard = None  # type: ignore[attr-defined]
+    # A shell may start tests with signals ignored (nohup, a job in the background); what tests start and end would
+    # ignore them too.
     for number in _ENDING:
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
