@@ -190,8 +190,8 @@ def solved_by_task(rewards: pa.Table) -> dict[str, list[int]]:
 def student_quantile(probability: float, freedom: int) -> float:
     """Quantile of Student's t distribution. Raises ValueError unless freedom >= 1 and 0 < probability < 1.
 
-    Exact for 1 and 2 degrees of freedom; above, the expansion in 1 / freedom of Abramowitz and Stegun, 26.7.5 (error
-    0.01 at 3, 1e-4 at 10).
+    Exact for 1 and 2 degrees of freedom; above, the expansion in 1 / freedom of Abramowitz and Stegun, 26.7.5. Up to
+    probability 0.975 it is too small by at most 0.004 at 3 degrees and 1e-5 at 10, up to 0.995 by 0.05 and 1e-4.
     """
     if freedom < 1 or not 0 < probability < 1:
         raise ValueError(f"quantile {probability} at {freedom} degrees of freedom: expected 0 to 1, and 1 or more")

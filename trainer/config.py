@@ -113,7 +113,7 @@ class SftConfig(_Growing):
     """Clean validation demonstrations of an evaluation that may stop training."""
     expected_solve: float = Field(default=0.20, gt=0, le=1)
     """Stopping criterion: minimum mean probability that a sampled episode equals the clean expert's: mean of
-    exp(sum of log p over policy tokens).
+    exp(sum of log p over policy tokens). 1 turns the criterion off.
     """
     expected_form: float = Field(default=0.9, gt=0, le=1)
     """Stopping criterion: minimum mean probability of the episode's first turn. Demonstrations that vary it (parallel

@@ -194,6 +194,7 @@ class RowsReader:
         token_ids, lengths = _flattened(batch.column("token_ids"))
         roles, role_counts = _flattened(batch.column("token_role"))
         self._require_whole(lengths, role_counts)
+        self._require_roles(roles, lengths)
         policy, starts = np.isin(roles, self._roles or [TokenRole.POLICY]), np.cumsum(lengths) - lengths
         if self._roles is not None:
             policy[starts] = False  # no token predicts the first one
@@ -243,6 +244,13 @@ class RowsReader:
         if len(bad):
             tokens, roles = lengths[bad[0]], role_counts[bad[0]]
             raise self._error(bad[0], f"has {tokens} tokens and {roles} roles: build the table again")
+
+    def _require_roles(self, roles: np.ndarray, lengths: np.ndarray) -> None:
+        bad = np.flatnonzero((roles < 0) | (roles > max(TokenRole)))  # -1: null
+        if len(bad):
+            row, role = int(np.searchsorted(np.cumsum(lengths), bad[0], "right")), roles[bad[0]]
+            names = ", ".join(f"{each.value} {each.name.lower()}" for each in TokenRole)
+            raise self._error(row, f"has a token of the role {'null' if role < 0 else role}: use one of {names}")
 
     def _require_usable(
         self, foreign: np.ndarray, lengths: np.ndarray, scored: np.ndarray, first_scored: np.ndarray

@@ -156,13 +156,16 @@ def _tokens_of(batch: pa.RecordBatch, path: Path, first: int) -> dict[str, pa.Ar
     lengths = pc.fill_null(pc.list_value_length(tokens), 0).to_pylist()
     spans = batch.column("spans").to_pylist()
     pairs = enumerate(zip(lengths, spans, strict=True))
-    roles = [_roles(length, own or [], f"{path} row {first + row}") for row, (length, own) in pairs]
+    roles = [_roles(length, own, f"{path} row {first + row}") for row, (length, own) in pairs]
     return {"token_ids": tokens, "token_role": pa.array(roles, _ROLES)}
 
 
-def _roles(length: int, spans: list[dict[str, object]], where: str) -> np.ndarray:
+def _roles(length: int, spans: object, where: str) -> np.ndarray:
     """uint8 [length]: role of each token; those outside of all spans belong to the prompt. Raises TrainingDataError."""
     roles = np.full(length, int(TokenRole.PROMPT), np.uint8)
+    spans = [] if spans is None else spans
+    if not isinstance(spans, list) or not all(isinstance(span, dict) for span in spans):
+        raise TrainingDataError(f"{where} has the spans {spans!r:.60}: list structs of role, start and end")
     for span in spans:
         role, start, end = str(span.get("role")), span.get("start"), span.get("end")
         if role.upper() not in TokenRole.__members__:

@@ -30,6 +30,8 @@ from trainer.routing import read_routes
 from trainer.supports import read_supports
 
 _TRAIN = "train.parquet"
+HIGHEST_LOGPROB = 1e-3
+"""Largest log probability of a sampled token; above 0 for the sake of rounding."""
 
 
 @dataclass(frozen=True)
@@ -192,7 +194,7 @@ def _require_baselines(advantages: np.ndarray, episodes: pa.Array, dataset: Arti
 def _sampler_logprobs(batch: pa.RecordBatch, policy: np.ndarray, where: str, first: int) -> np.ndarray:
     """float32 [policy tokens of the batch]. policy: bool [tokens]. first: row number of the batch's first row.
 
-    Raises TrainingDataError for the first row that lacks one.
+    Raises TrainingDataError for the first row that lacks one, or has one above 0.
     """
     column = batch.column("logprobs")
     lengths = pc.fill_null(pc.list_value_length(batch.column("token_ids")), 0).to_numpy(zero_copy_only=False)
@@ -208,5 +210,11 @@ def _sampler_logprobs(batch: pa.RecordBatch, policy: np.ndarray, where: str, fir
         raise TrainingDataError(
             f"{where} row {first + bad[0]} lacks the logprob of a policy token: only sampled tokens may carry the role"
             " POLICY"
+        )
+    high = np.flatnonzero(policy & (values > HIGHEST_LOGPROB))
+    if len(high):
+        raise TrainingDataError(
+            f"{where} row {first + int(np.searchsorted(ends, high[0], 'right'))} has the log probability"
+            f" {values[high[0]]:g} of a policy token, which is at most 0: write the natural logarithm, with its sign"
         )
     return np.asarray(values[policy], np.float32)

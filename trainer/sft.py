@@ -52,8 +52,10 @@ class Look:
     episodes: int
 
     def meets(self, config: SftConfig) -> bool:
-        """Whether the result satisfies the stopping criterion."""
-        return self.solve >= config.expected_solve and self.form >= config.expected_form
+        """Whether the result satisfies the stopping criterion. `expected_solve` 1 turns it off: float32 rounds a
+        probability near 1 to 1.
+        """
+        return self.solve >= config.expected_solve < 1 and self.form >= config.expected_form
 
 
 def look(backend: Backend, sequences: Sequence[ScoredSequence], tokens: int = 8192) -> Look:

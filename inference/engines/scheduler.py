@@ -112,7 +112,7 @@ class Scheduler:
         """Use other weights from the next step on.
 
         Sequences in flight are prefilled again, so that later tokens and their logprobs are those of `version` alone,
-        given the previous tokens.
+        given the previous tokens. Those without a sampled token get the routing of `version`, too.
         """
         self.weights, self.version = weights, version
         self._prefixes.clear()
@@ -121,7 +121,11 @@ class Scheduler:
         self._table.cached[:in_flight] = 0
         self._chunk = max(ROW, PREFILL_TOKENS // max(1, in_flight))
         for slot, request in enumerate(self._table.requests):
-            request.marks.append((version, int(self._table.length[slot]) - len(request.tokens)))
+            sampled = int(self._table.length[slot]) - len(request.tokens)
+            if not sampled:
+                request.marks.clear()
+                self._table.routed[slot] = 0
+            request.marks.append((version, sampled))
 
     def abort(self) -> None:
         """Finish all requests in flight and waiting with "abort"."""
@@ -267,7 +271,9 @@ class Scheduler:
         """Keep the state of a slot's first `length` tokens for later prompts."""
         if self._prefixes.enabled:
             tokens = self._table.tokens[slot, :length].copy()
-            routes = self._table.routing_of(slot, 0, length)
+            # after a reload a sequence has the routing of other weights, too
+            whole = len(self._table.requests[slot].marks) == 1
+            routes = self._table.routing_of(slot, 0, length) if whole else None
             self._prefixes.put(Prefix(tokens, self._cache.copy_out(slot, length), routes))
 
     def _record_scores(self, batch: Batch, hidden: Tensor, starts: np.ndarray, stops: np.ndarray) -> None:

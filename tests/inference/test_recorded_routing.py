@@ -15,6 +15,8 @@ from contracts.routing import Routes
 from inference.engines.base import Completion, SamplingParams
 from inference.engines.builtin import BuiltinEngine
 from inference.engines.probes import score_rows
+from inference.engines.requests import Answer, Request
+from inference.engines.scheduler import CHUNK, Scheduler
 from inference.engines.weights import read_weights
 
 pytestmark = pytest.mark.anyio
@@ -93,3 +95,35 @@ async def test_after_a_hot_reload_positions_keep_the_experts_they_were_sampled_w
         for _, _, end in [span for span in found.spans if span[0] == "v1"]:
             fed = len(prompt) + end - 1
             np.testing.assert_array_equal(found.routed_experts[:fed], expected(policy, prompt + found.token_ids)[:fed])
+
+
+async def test_after_a_hot_reload_what_the_old_policy_did_not_sample_has_the_experts_of_the_new_one(
+    write_policy: Callable[..., Path],
+) -> None:
+    old, new = (write_policy(f"v{seed}", seed=seed, max_position_embeddings=1024) for seed in (1, 2))
+    found: list[Completion] = []
+    scheduler = Scheduler(
+        read_weights(old), "v1", max_batch=4, prefix_bytes=1 << 30, deliver=lambda _, made: found.append(made)
+    )
+    loop, chance = asyncio.get_running_loop(), random.Random(4)
+    short, long = ([chance.randrange(96) for _ in range(count)] for count in (20, CHUNK + 20))
+
+    def begin(prompt: list[int]) -> None:
+        scheduler.waiting.append(Request("generate", np.array(prompt), params(6), Answer(loop), loop))
+        scheduler.step()
+
+    def finish() -> None:
+        while not scheduler.idle:
+            scheduler.step()
+
+    with torch.inference_mode():
+        begin(short)  # samples a token of the old policy
+        begin(long)  # reads a part of its prompt
+        scheduler.reload(read_weights(new), "v2")
+        finish()
+        later = [*short, *found[0].token_ids, 7]
+        begin(later)  # could begin with the kept state of the first
+        finish()
+    assert [[version for version, _, _ in each.spans] for each in found] == [["v1", "v2"], ["v2"], ["v2"]]
+    check(new, long, found[1])
+    check(new, later, found[2])

@@ -200,6 +200,11 @@ def test_supports_of_a_file_reach_the_dataset(tmp_path: Path) -> None:
             r"e\.parquet row 0 has a span with role judge: use one of prompt, policy",
         ),
         (
+            {"token_role": None, "spans": [[]] * 3 + [[None, {"role": "policy", "start": 1, "end": 3}]]},
+            r"e\.parquet row 3 has the spans \[None, \{.*: list structs of role, start and end",
+        ),
+        ({"token_role": None, "spans": ["[]"] * 4}, r"e\.parquet row 0 has the spans '\[\]': list structs of role"),
+        (
             {"token_role": None, "spans": [[]] * 3 + [[{"role": "policy", "start": 1, "end": 4}]]},
             r"e\.parquet row 3 has a span from 1 to 4, its tokens are 0 to 3",
         ),

@@ -12,7 +12,7 @@ from trainer_world import World, make_world
 from contracts.artifacts import ArtifactWriter, find_artifact, list_artifacts, open_artifact
 from contracts.checkpoints import WEIGHTS
 from contracts.digests import digest_of
-from trainer.config import SftJob
+from trainer.config import SftConfig, SftJob
 from trainer.errors import TrainingDataError, TrainingStopped
 from trainer.export import load_checkpoint
 from trainer.metrics import Record
@@ -20,6 +20,7 @@ from trainer.order import batch_members
 from trainer.parameters import Parameters
 from trainer.result import TrainResult
 from trainer.run import run_job
+from trainer.sft import Look
 from trainer.state import load_state
 
 
@@ -128,6 +129,12 @@ def test_a_job_killed_while_it_averages_resumes_bit_for_bit(world: World) -> Non
         run_job(world.sft_job("killed", **settings), [kill])
     resumed = run_job(world.sft_job("killed", **settings))
     assert digests(resumed) == digests(run_job(world.sft_job("undisturbed", **settings)))
+
+
+def test_a_criterion_of_1_is_off_even_where_float32_gives_that_probability() -> None:
+    perfect = Look(solve=1.0, form=1.0, loss=0.0, episodes=64)
+    assert perfect.meets(SftConfig(expected_solve=0.999))
+    assert not perfect.meets(SftConfig(expected_solve=1.0))
 
 
 def test_the_bound_on_steps_is_reported(world: World) -> None:

@@ -86,6 +86,9 @@ def row(number: int, **values: Any) -> dict[str, Any]:
         ({"token_role": [1, 1, 1]}, "row 300 begins with a token of the role POLICY, which nothing predicts"),
         ({"token_role": [1, 0, 0]}, "row 300 begins with a token of the role POLICY, which nothing predicts"),
         ({"token_role": [0, 0, 0]}, "row 300 has no policy token after its first position"),
+        ({"token_role": [0, 1, 4]}, "row 300 has a token of the role 4: use one of 0 prompt, 1 policy"),
+        ({"token_role": [0, 1, None]}, "row 300 has a token of the role null: use one of 0 prompt"),
+        ({"logprobs": [None, 2.0, -2.0]}, "row 300 has the log probability 2 of a policy token, which is at most 0"),
         ({"logprobs": [None, None, -2.0]}, "row 300 lacks the logprob of a policy token"),
         ({"logprobs": [None, -2.0]}, "row 300 lacks the logprob of a policy token"),
         (
