@@ -25,6 +25,10 @@ class TokenRole(IntEnum):
     FORCED = 3
 
 
+HIGHEST_LOGPROB = 1e-3
+"""Largest log probability of a POLICY token; above 0 for the sake of rounding."""
+
+
 class Outcome(StrEnum):
     """Result of an episode. `INFRA_ERROR` is retried and never scored."""
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from contracts.artifacts import Artifact
 from contracts.digests import digest_of
-from contracts.episodes import ROUTED_EXPERTS, SUPPORTS
+from contracts.episodes import HIGHEST_LOGPROB, ROUTED_EXPERTS, SUPPORTS
 from trainer.algorithms.advantages import reward_advantages
 from trainer.algorithms.base import Advantage
 from trainer.algorithms.ppo import Ppo
@@ -30,8 +30,6 @@ from trainer.routing import read_routes
 from trainer.supports import read_supports
 
 _TRAIN = "train.parquet"
-HIGHEST_LOGPROB = 1e-3
-"""Largest log probability of a sampled token; above 0 for the sake of rounding."""
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from typing import Any, Literal, NoReturn, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from contracts.episodes import HIGHEST_LOGPROB
 from contracts.routing import Routes
 from contracts.supports import Supports, SupportsWriter
 from inference.errors import EngineError
@@ -22,8 +23,6 @@ from inference.errors import EngineError
 LOOK_S = 1.0
 """Seconds between two looks whether an engine has failed."""
 LOWEST_LOGPROB = float(np.finfo(np.float32).min)
-HIGHEST_LOGPROB = 1e-3
-"""Above 0 for the sake of rounding."""
 FinishReason = Literal["stop", "length", "abort"]
 
 
