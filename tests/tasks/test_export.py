@@ -268,6 +268,9 @@ BASE = "FROM python:3.12\nWORKDIR /app\nCOPY calc.py /app/\n"
         ({"environment/Dockerfile": f"{BASE}RUN curl x | sh\n"}, "Dockerfile says `RUN curl x | sh`"),
         ({"environment/Dockerfile": f"{BASE}RUN apt-get install -y gcc\n"}, "apt-get install -y gcc"),
         ({"environment/Dockerfile": f"{BASE}COPY --from=x a b\n"}, "COPY --from=x a b"),
+        ({"environment/Dockerfile": f"{BASE}COPY\n"}, "Dockerfile says `COPY`"),
+        ({"environment/Dockerfile": f'{BASE}COPY "a b /app\n'}, 'Dockerfile says `COPY "a b /app`'),
+        ({"environment/Dockerfile": f"{BASE}RUN git\n"}, "Dockerfile says `RUN git`"),
         (
             {"environment/Dockerfile": f"{BASE}COPY calc.py /etc/\n"},
             "copies calc.py to /etc/calc.py, outside its WORKDIR",
@@ -290,6 +293,7 @@ BASE = "FROM python:3.12\nWORKDIR /app\nCOPY calc.py /app/\n"
         ({"task.toml": "steps = [{name = 'a'}]\n"}, "asks for several steps"),
         ({"task.toml": "[environment]\ngpus = 1\n"}, "asks for GPUs"),
         ({"task.toml": "[environment\n"}, "task.toml is not TOML"),
+        ({"task.toml": f"a = {'[' * 5000}{']' * 5000}\n"}, "task.toml is not TOML: maximum recursion depth"),
         ({"task.toml": "environment = 3\n"}, "task.toml is wrong at environment"),
         ({"environment/docker-compose.yaml": "services: {}\n"}, "several containers"),
     ],

@@ -26,7 +26,17 @@ MAX_BYTES = 48 * 1024 * 1024
 DELIVERABLES_KEYS = ("deliverables", "artifacts")
 """Keys under which a source may name the files that count as the agent's work."""
 DELIVERABLES = AliasChoices(*DELIVERABLES_KEYS)
-TestNames = Annotated[list[str], BeforeValidator(lambda value: json.loads(value) if isinstance(value, str) else value)]
+
+
+def _listed(value: object) -> object:
+    """The value that a text is as JSON; another value as it is."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+TestNames = Annotated[list[str], BeforeValidator(_listed)]
 """Node ids, as a list or as one written as text."""
 _ID = re.compile(r"[A-Za-z0-9_.=@+-]+")
 
