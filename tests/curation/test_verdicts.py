@@ -183,6 +183,23 @@ def test_a_verdict_that_timed_out_is_tried_twice_counts_as_failed_and_is_never_r
     assert client.calls == 5
 
 
+@pytest.mark.parametrize("observed", [False, True])
+def test_a_later_run_that_timed_out_is_no_contradiction_and_never_remembered(observed: bool, tmp_path: Path) -> None:
+    """A machine may be busy after the first run only."""
+    store, rules = LocalStore(tmp_path), {"0:0": Rule("compare", "==", "3"), "0:1": Rule("compare", "==", "4")}
+    seen = Observed(
+        {"tests/test_hidden.py": b"x"}, rules, {}, {test: {key: [""]} for test, key in zip(TESTS, rules, strict=True)}
+    )
+    task = dataclasses.replace(TASK, checks=Checks(seen if observed else None, ()))
+    fine, late = outcomes_of(True, "passed", "passed"), result("passed", exit="timed_out")
+    busy = [fine, *[late] * (3 if observed else 1)]
+    verifier = Verifier(ScriptedClient(*busy, *busy, fine), store)
+    first = asyncio.run(verifier.grade(task, b"diff"))
+    assert (first.solved, first.tampered, first.exit, store.list("verdicts/")) == (False, False, "timed_out", [])
+    assert {each.kind for each in first.findings} == {"unstable"}
+    assert asyncio.run(verifier.grade(task, b"diff")).solved
+
+
 def test_a_crash_counts_and_is_remembered_only_when_it_happens_twice(tmp_path: Path) -> None:
     crash = result(exit="crashed")
     killed = ScriptedClient(crash, SOLVED)
