@@ -99,7 +99,8 @@ OF_TESTS = {"tests/__init__.py": b"", "tests/data/rows.json": b"[]", **HIDDEN}
 
 def test_files_of_hidden_files_names_elsewhere_may_be_read(isolated: Verifying) -> None:
     files = {**FILES, "lib/__init__.py": b"", "lib/rows.json": b"[1]", "lib/table.py": b"ONE = 1\n"}
-    code = "from lib.table import ONE\n\nROWS = open('lib/rows.json').read()\nopen('rows.json', 'w').close()\n"
+    code = "import pathlib\nfrom lib.table import ONE\n\nROWS = open('lib/rows.json').read()\n"
+    code += "open('rows.json', 'w').close()\npathlib.Path('__init__.py').touch()\n"
     result = isolated.verify({"calc.py": f"{code}\n\n{RIGHT}"}, files=files, hidden=OF_TESTS)
     assert (statuses(result), result.tampering) == (["passed", "passed"], ())
 
