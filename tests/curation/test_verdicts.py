@@ -240,6 +240,23 @@ def test_a_state_that_faults_again_and_again_while_a_control_state_grades_scores
     assert (client.calls, len(store.list("verdicts/"))) == (4, 1), "two faults, the control, and a third fault"
 
 
+class Endless(Poisoned):
+    """Runs into the deadline on the untouched repository."""
+
+    async def verify(self, template: str, diff: bytes, *asked: Any, **options: Any) -> VerifyResult:
+        return await super().verify(template, diff, *asked, **options) if diff else result(exit="timed_out")
+
+
+def test_where_the_untouched_repository_hangs_the_reference_is_the_control() -> None:
+    task = dataclasses.replace(TASK, reference_diff=b"fix")
+    verdict = asyncio.run(Verifier(Endless(SOLVED), None).grade(task, b"poison"))
+    assert (verdict.solved, verdict.exit) == (False, "ungradable")
+    client = Endless(SOLVED)
+    client.also = (b"fix",)
+    with pytest.raises(InfraFault):
+        asyncio.run(Verifier(client, None).grade(task, b"poison"))
+
+
 def test_a_fault_that_the_control_state_shares_is_ours() -> None:
     client = Poisoned(SOLVED)
     client.also = (b"",)
