@@ -461,6 +461,27 @@ def test_a_decoy_that_does_not_end_in_time_proves_nothing(late: int) -> None:
     assert checks.undecided == (() if late == 1 else (name,))
 
 
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_test_is_observed_although_its_first_observed_run_was_late(late: int) -> None:
+    name, source = "t.py::test_adds", b"from calc import add\n\n\ndef test_adds():\n    assert add(1, 2) == 3\n"
+    task = Task("adds", "", Split.TRAIN, "", {}, {"t.py": source}, (name,), b"", {})
+    observed_runs = 0
+
+    async def run(hidden: Mapping[str, bytes] | None, tests: Sequence[str] | None) -> VerifyResult:
+        nonlocal observed_runs
+        text = (hidden or task.hidden_files)["t.py"]
+        if b"__see__" not in text:
+            return VerifyResult((TestOutcome(name, "passed" if text == source else "failed"),), "completed", "")
+        observed_runs += 1
+        if observed_runs <= late:
+            return VerifyResult((TestOutcome(name, "missing", "no report of its call"),), "timed_out", "")
+        seen = (Observation(name, "0:0", '[["i","0x3"]]'),)
+        return VerifyResult((TestOutcome(name, "passed"),), "completed", "", observations=seen)
+
+    checks = asyncio.run(prove(task, run)).checks
+    assert checks.fully_observed == {name} and observed_runs == late + 1
+
+
 def test_a_test_that_never_ends_with_other_expectations_is_left_out_of_its_decoy() -> None:
     source = b"def test_a():\n    assert f() == 1\n\n\ndef test_b():\n    assert g() == 2\n\n\n" + (
         b"def test_c():\n    assert h() == 3\n"
