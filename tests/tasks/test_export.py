@@ -290,6 +290,7 @@ BASE = "FROM python:3.12\nWORKDIR /app\nCOPY calc.py /app/\n"
         ({"solution/solve.sh": "#!/bin/bash\ngit apply other.patch\n"}, "applies no single patch beside it"),
         ({"tests/test.sh": "#!/bin/bash\ncargo test\n"}, "does not run pytest"),
         ({"tests/config.json": "{}"}, "tests/config.json is wrong at FAIL_TO_PASS"),
+        ({"instruction.md": "\n"}, "its instruction is empty: say what"),
         ({"task.toml": "steps = [{name = 'a'}]\n"}, "asks for several steps"),
         ({"task.toml": "[environment]\ngpus = 1\n"}, "asks for GPUs"),
         ({"task.toml": "[environment\n"}, "task.toml is not TOML"),

@@ -95,6 +95,8 @@ def task_of(source: Source) -> Task:
     """Build the task after checking its names and files. Raises TaskError with the reason and the fix."""
     if not _ID.fullmatch(source.task_id) or not source.task_id.strip("."):
         raise TaskError(f"its id {source.task_id!r} may hold letters, digits and _.=@+- only: rename it")
+    if not source.instruction.strip():
+        raise TaskError("its instruction is empty: say what the agent is to do")
     if not source.reference.strip() and source.final_state.kind in ("diff", "database"):
         raise TaskError("its reference fix is empty: give the patch that solves it")
     hidden_files = _hidden_files(source)
