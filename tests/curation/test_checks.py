@@ -88,6 +88,13 @@ def test_observed_tests_hold_none_of_their_expectations() -> None:
     assert [number for number in NUMBERS if str(number) not in wanted] == []
 
 
+def test_a_file_with_a_byte_order_mark_has_the_checks_of_the_same_without() -> None:
+    source = b"def test(): assert add(1, 2) == 3\n"
+    marked = b"\xef\xbb\xbf" + source
+    assert decoys.make({"t.py": marked}, "") == decoys.make({"t.py": source}, "") != []
+    assert observing.make({"t.py": marked}) == observing.make({"t.py": source})
+
+
 @pytest.mark.parametrize("above", ['X = """\ra"""', 'X = """\r\ra"""', f"X = {'+'.join(['1'] * 5000)}"])
 def test_files_with_lone_carriage_returns_or_nested_too_deeply_stay_as_they_are(above: str) -> None:
     files = {"test_it.py": f"{above}\n\n\ndef test_it():\n    assert X == 5010\n".encode()}
