@@ -133,6 +133,8 @@ class ExpectedRequest(Frozen):
     def _can_be_made(self) -> ExpectedRequest:
         if self.address[1] > 65_535:
             raise ValueError(f"host {self.host} names no port: write name:port")
+        if not all(map(math.isfinite, _floats(self.body))):
+            raise ValueError(f"body of {self.name} must hold finite numbers only")
         if len(self.text.encode()) > MAX_ANSWER_CHARACTERS:
             raise ValueError(f"body of {self.name} takes more than {MAX_ANSWER_CHARACTERS} bytes")
         return self

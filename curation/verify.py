@@ -181,6 +181,10 @@ class _Flight:
     waiting: int = 0
 
 
+def _is_late(result: VerifyResult | None) -> bool:
+    return result is not None and result.exit == "timed_out"
+
+
 _OBSERVED, _REPEATED = -1, -2
 
 
@@ -351,15 +355,19 @@ class Verifier:
     ) -> Verdict:
         """Verdict on a state whose tests pass as written.
 
-        begun: the runs beside the first, if they already started.
+        begun: the runs beside the first, if they already started. Where one of them that timed out decides, the verdict
+        is `timed_out`, since it depends on the clock.
         """
         found = await (begun or self._beside(task, diff, checks))
         evidence = await asyncio.to_thread(find_cheating, checks, found.observed, found.decoys)
+        late = _is_late(found.observed)
         if evidence.findings:  # run again, so that an unstable test is not reported as tampering
             again = await self._beside(task, diff, checks, repeat=True)
             second = await asyncio.to_thread(find_cheating, checks, again.observed, again.decoys)
             found.repeated.extend(again.repeated)
-            lasting = {each.name for each in second.findings}
+            late = late or _is_late(again.observed)
+            # a decoy that times out is not passed, so what decoys show depends on no clock
+            lasting = {each.name for each in second.findings if each.kind == "decoy" or not late}
             evidence = Evidence(
                 tuple(each for each in evidence.findings if each.name in lasting)
                 or tuple(finding(f"unstable:{test}", f"once {reason}") for test, reason in evidence.tests.items()),
@@ -373,6 +381,9 @@ class Verifier:
                 )
                 why = dict.fromkeys(lost, "unstable: it passed once and failed once")
                 evidence = Evidence((*evidence.findings, *names), why | dict(evidence.tests))
+        late = late or any(map(_is_late, found.repeated))
+        if late and evidence.tests and not any(each.tampering for each in evidence.findings):
+            written = dataclasses.replace(written, exit="timed_out")
         told = [*written.tampering, *(name for result in found.all for name in result.tampering)]
         written = dataclasses.replace(written, tampering=tuple(dict.fromkeys(told)))
         if evidence.findings:

@@ -109,7 +109,8 @@ def raise_typed(error: grpc.aio.AioRpcError, address: str) -> NoReturn:
             raise kind(detail, int(trailing.get(ERROR_NUMBER, 0))) from error
         raise kind(detail) from error
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-        raise errors.ServerUnavailable(
+        broken = code is grpc.StatusCode.UNAVAILABLE
+        raise (errors.ServerLost if broken else errors.ServerUnavailable)(
             f"envd at {address} did not answer ({detail}); check that `python -m envd serve` runs there"
         ) from error
     raise _KINDS.get(code, errors.EnvdError)(detail) from error

@@ -94,7 +94,9 @@ class ServerUnavailable(EnvdError):
 
 
 class ServerLost(ServerUnavailable):
-    """One server of several was lost, with the sandboxes that it had. Never the fault of what ran in them."""
+    """The connection to a server broke, or one server of several was lost. Never the fault of what ran in its
+    sandboxes.
+    """
 
 
 class ServerDraining(EnvdError):

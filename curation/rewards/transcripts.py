@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,8 @@ from contracts.tasks import Task
 from curation.errors import RewardsMismatch
 
 _SPEAKERS = {TokenRole.PROMPT: "prompt", TokenRole.POLICY: "agent"}
+_SPOKEN = re.compile(r"(?<![^\n\r\v\f\x85\u2028\u2029])(?=(prompt|agent|environment):)", re.IGNORECASE)
+"""Place in a run's text where a line begins as another run would."""
 
 
 class Transcripts:
@@ -42,7 +45,7 @@ class Transcripts:
 
     def _context(self, row: Mapping[str, Any]) -> str:
         views = message_views(self._tokenizer, row["token_ids"], row["token_role"])
-        return "\n".join(f"{_SPEAKERS.get(view['role'], 'environment')}: {_plain(view['text'])}" for view in views)
+        return "\n".join(map(_run, views))
 
 
 def parts_of(episode: Mapping[str, Any], task: Task, transcripts: Transcripts, wanted: set[str]) -> dict[str, str]:
@@ -59,6 +62,10 @@ def parts_of(episode: Mapping[str, Any], task: Task, transcripts: Transcripts, w
     return parts
 
 
-def _plain(text: str) -> str:
-    """Text of a run without turn markers."""
-    return text.replace(TURN_START, "").replace(TURN_END, "").strip()
+def _run(view: Mapping[str, Any]) -> str:
+    """Text of a run without turn markers, under its role. An agent may write what its tools would have answered, so
+    what looks like the beginning of another run gets a blank before it.
+    """
+    text = view["text"].replace(TURN_START, "").replace(TURN_END, "").strip()
+    said = text if view["role"] == TokenRole.PROMPT else _SPOKEN.sub(" ", text)
+    return f"{_SPEAKERS.get(view['role'], 'environment')}: {said}"

@@ -77,10 +77,10 @@ def _number(expected: AnswerState, answer: JsonValue) -> bool:
         return False
     if isinstance(given, int) and isinstance(want, int) and given == want:
         return True
-    distance = max(expected.absolute, expected.relative * abs(want))
-    if not distance:
-        return given == want
     try:
+        distance = max(expected.absolute, expected.relative * abs(want))
+        if not distance:
+            return given == want
         return math.isfinite(given) and abs(given - want) <= distance
     except OverflowError:  # an integer beyond floats is far from every number within them
         return False

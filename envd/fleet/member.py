@@ -132,7 +132,7 @@ class Member(OperationsClient):
             self._drains(str(error))
             raise
         except ServerUnavailable as error:
-            if not await self._probed() or _is_broken(error):
+            if not await self._probed() or isinstance(error, ServerLost):
                 raise ServerLost(f"lost the envd server {self.address}: {error}") from error
             raise
         finally:
@@ -203,9 +203,3 @@ class Member(OperationsClient):
 def can_move(backend: pb.BackendInfo) -> bool:
     """Whether a backend moves sandboxes with their processes. Without those a sandbox is not what its agent left."""
     return backend.keeps_processes and "migrate" in backend.features
-
-
-def _is_broken(error: ServerUnavailable) -> bool:
-    """Whether the connection broke, as opposed to a call that took too long on a server that works."""
-    cause = error.__cause__
-    return isinstance(cause, grpc.aio.AioRpcError) and cause.code() is grpc.StatusCode.UNAVAILABLE

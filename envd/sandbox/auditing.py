@@ -51,6 +51,7 @@ _THROUGH = {
 _LOOKERS = ("inspect.py", "linecache.py", "ctypes/__init__.py")
 _INTERNALS = ("_pytest", "pytest", "pluggy")
 _MOST_FRAMES = 60
+_ACCESS = os.O_RDONLY | os.O_WRONLY | os.O_RDWR
 _STR = vars(PurePath)["_str"]
 """Slot with the text of a path, which its conversion fills."""
 
@@ -91,10 +92,13 @@ class _Hidden:
         self._tests = frozenset(os.path.basename(path) for path in tests)  # noqa: PTH119
         self._files = frozenset(found for path in self._paths if (found := self._identity(path)) is not None)
 
-    def opened(self, path: str, mode: object) -> bool:
-        """Whether a file that is opened is hidden. mode: None for `os.open`, whose path may be below a descriptor."""
+    def opened(self, path: str, mode: object, flags: int) -> bool:
+        """Whether a file that is opened is hidden. mode: None for `os.open`, whose path may be below a descriptor, and
+        then counts by its name if it can be read.
+        """
         name = path.rpartition("/")[2]
-        if path in self._paths or name in self._tests or (mode is None and path[:1] != "/" and name in self._names):
+        below = mode is None and path[:1] != "/" and flags & _ACCESS != os.O_WRONLY
+        if path in self._paths or name in self._tests or (below and name in self._names):
             return True
         return self._identity(path) in self._files
 
@@ -172,7 +176,7 @@ def _by_arguments(event: str, arguments: tuple[Any, ...], files: _Hidden) -> str
         if type(first) is int:
             return ""  # a descriptor
         path = _text(first)
-        if path is None or files.opened(path, arguments[1]):
+        if path is None or files.opened(path, arguments[1], arguments[2]):
             return "read:hidden-test"
         return "read:proc" if path.startswith("/proc/") else ""
     if event == "import":

@@ -124,10 +124,32 @@ def _could_be_hidden(path: PurePosixPath, hidden: Mapping[str, bytes], named: Co
         same = list(takewhile(lambda pair: pair[0] == pair[1], zip(_module(path), _module(other), strict=False)))
         for count in range(1, len(same) + 1):
             module = ".".join(part for part, _ in reversed(same[:count]))
-            said = re.compile(rb"(?<![\w.])%s\b" % re.escape(module.encode(errors="surrogateescape")))
-            if any(said.search(content) for content in hidden.values()):
+            if any(_says(where, content, module) for where, content in hidden.items()):
                 return True
     return False
+
+
+def _says(path: str, content: bytes, module: str) -> bool:
+    """Whether a file imports a module by this full name, or has a text with it; comments and docstrings say nothing."""
+    said = re.compile(rf"(?<![\w.]){re.escape(module)}\b")
+    try:
+        tree = ast.parse(content)
+    except (SyntaxError, ValueError, RecursionError):
+        return said.search(content.decode(errors="surrogateescape")) is not None
+    package = PurePosixPath(path).parts[:-1]
+    found, silent = list[str](), set[ast.AST]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) + 1 - node.level] if node.level else ()
+            name = ".".join((*above, *([node.module] if node.module else ())))
+            found += [name, *(f"{name}.{alias.name}" for alias in node.names)]
+        elif isinstance(node, ast.Expr):
+            silent.add(node.value)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in silent:
+            found.append(node.value)
+    return any(map(said.search, found))
 
 
 def _module(path: PurePosixPath) -> tuple[str, ...]:

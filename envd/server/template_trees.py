@@ -27,6 +27,8 @@ _GIT_ENV = {f"GIT_{role}_{key}": value for role in ("AUTHOR", "COMMITTER") for k
     "GIT_CONFIG_KEY_0": "maintenance.auto",
     "GIT_CONFIG_VALUE_0": "false",
 }
+_AS_THEY_ARE = b"* -text -ident -filter -working-tree-encoding\n"
+"""Attributes that take precedence over the tree's, by which git would change files, or refuse some."""
 _BLOCK, _REPOSITORY = 4096, 64 * 1024
 """Block size of a file system, and the size of an empty git repository, in bytes."""
 
@@ -86,7 +88,7 @@ def write_tree(directory: Path, files: Tree, owner: int) -> None:
     """
     with _drafted(directory) as draft:
         _write_files(draft, files)
-        _commit(draft)
+        _commit(draft, attributes=any(PurePosixPath(path).name == ".gitattributes" for path in files))
         _settle(draft, owner)
 
 
@@ -178,9 +180,15 @@ def draft_of(path: Path) -> Path:
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}")
 
 
-def _commit(directory: Path) -> None:
-    """Commit the files with fixed names and dates, so that equal files give the same commit on every machine."""
+def _commit(directory: Path, *, attributes: bool) -> None:
+    """Commit the files with fixed names and dates, so that equal files give the same commit on every machine.
+
+    attributes: whether files of the tree give attributes of git, which then change no content.
+    """
     environment = {"PATH": os.environ.get("PATH", os.defpath), "HOME": os.devnull} | _GIT_ENV
+    if attributes:
+        (directory / ".git/info").mkdir(parents=True)
+        (directory / ".git/info/attributes").write_bytes(_AS_THEY_ARE)
     for command in (
         ["init", "--quiet", "--initial-branch=main", "--template="],
         ["add", "--all", "--force"],

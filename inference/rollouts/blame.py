@@ -1,6 +1,7 @@
 """Decide whether the agent or the infrastructure broke a sandbox.
 
     the server does not know the sandbox any more        ours: it was restarted
+    the connection to its server broke                   ours
     the server of the sandbox was lost, of several       ours
     a fresh sandbox that does nothing wrong fails too    ours: server, host or network (on the same server)
     neither                                              the agent's: the episode FAILED, with the reason

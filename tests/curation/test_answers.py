@@ -54,6 +54,7 @@ def test_numbers_are_right_within_the_larger_tolerance() -> None:
     assert is_right(101, "number", 100, relative=0.01) and not is_right(101.1, "number", 100, relative=0.01)
     assert is_right("0.35", "number", 0, absolute=0.5) and not is_right(-0.6, "number", 0, absolute=0.5)
     assert not is_right(10**400, "number", 100, absolute=1e300), "beyond floats"
+    assert not is_right(1, "number", 10**400, relative=0.1)
 
 
 @given(JSON)

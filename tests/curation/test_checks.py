@@ -88,6 +88,13 @@ def test_observed_tests_hold_none_of_their_expectations() -> None:
     assert [number for number in NUMBERS if str(number) not in wanted] == []
 
 
+def test_a_file_with_a_byte_order_mark_has_the_checks_of_the_same_without() -> None:
+    source = b"def test(): assert add(1, 2) == 3\n"
+    marked = b"\xef\xbb\xbf" + source
+    assert decoys.make({"t.py": marked}, "") == decoys.make({"t.py": source}, "") != []
+    assert observing.make({"t.py": marked}) == observing.make({"t.py": source})
+
+
 @pytest.mark.parametrize("above", ['X = """\ra"""', 'X = """\r\ra"""', f"X = {'+'.join(['1'] * 5000)}"])
 def test_files_with_lone_carriage_returns_or_nested_too_deeply_stay_as_they_are(above: str) -> None:
     files = {"test_it.py": f"{above}\n\n\ndef test_it():\n    assert X == 5010\n".encode()}
@@ -459,6 +466,27 @@ def test_a_decoy_that_does_not_end_in_time_proves_nothing(late: int) -> None:
     assert len(decoys_run) == 2
     assert [each.tests for each in checks.decoys] == ([(name,)] if late == 1 else [])
     assert checks.undecided == (() if late == 1 else (name,))
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_test_is_observed_although_its_first_observed_run_was_late(late: int) -> None:
+    name, source = "t.py::test_adds", b"from calc import add\n\n\ndef test_adds():\n    assert add(1, 2) == 3\n"
+    task = Task("adds", "", Split.TRAIN, "", {}, {"t.py": source}, (name,), b"", {})
+    observed_runs = 0
+
+    async def run(hidden: Mapping[str, bytes] | None, tests: Sequence[str] | None) -> VerifyResult:
+        nonlocal observed_runs
+        text = (hidden or task.hidden_files)["t.py"]
+        if b"__see__" not in text:
+            return VerifyResult((TestOutcome(name, "passed" if text == source else "failed"),), "completed", "")
+        observed_runs += 1
+        if observed_runs <= late:
+            return VerifyResult((TestOutcome(name, "missing", "no report of its call"),), "timed_out", "")
+        seen = (Observation(name, "0:0", '[["i","0x3"]]'),)
+        return VerifyResult((TestOutcome(name, "passed"),), "completed", "", observations=seen)
+
+    checks = asyncio.run(prove(task, run)).checks
+    assert checks.fully_observed == {name} and observed_runs == late + 1
 
 
 def test_a_test_that_never_ends_with_other_expectations_is_left_out_of_its_decoy() -> None:

@@ -183,6 +183,23 @@ def test_a_verdict_that_timed_out_is_tried_twice_counts_as_failed_and_is_never_r
     assert client.calls == 5
 
 
+@pytest.mark.parametrize("observed", [False, True])
+def test_a_later_run_that_timed_out_is_no_contradiction_and_never_remembered(observed: bool, tmp_path: Path) -> None:
+    """A machine may be busy after the first run only."""
+    store, rules = LocalStore(tmp_path), {"0:0": Rule("compare", "==", "3"), "0:1": Rule("compare", "==", "4")}
+    seen = Observed(
+        {"tests/test_hidden.py": b"x"}, rules, {}, {test: {key: [""]} for test, key in zip(TESTS, rules, strict=True)}
+    )
+    task = dataclasses.replace(TASK, checks=Checks(seen if observed else None, ()))
+    fine, late = outcomes_of(True, "passed", "passed"), result("passed", exit="timed_out")
+    busy = [fine, *[late] * (3 if observed else 1)]
+    verifier = Verifier(ScriptedClient(*busy, *busy, fine), store)
+    first = asyncio.run(verifier.grade(task, b"diff"))
+    assert (first.solved, first.tampered, first.exit, store.list("verdicts/")) == (False, False, "timed_out", [])
+    assert {each.kind for each in first.findings} == {"unstable"}
+    assert asyncio.run(verifier.grade(task, b"diff")).solved
+
+
 def test_a_crash_counts_and_is_remembered_only_when_it_happens_twice(tmp_path: Path) -> None:
     crash = result(exit="crashed")
     killed = ScriptedClient(crash, SOLVED)
@@ -221,6 +238,23 @@ def test_a_state_that_faults_again_and_again_while_a_control_state_grades_scores
     assert (verdict.solved, verdict.exit, verdict.tests_passed, verdict.tests_total) == (False, "ungradable", 0, 2)
     assert "SandboxStartError: UnicodeEncodeError" in verdict.tests[0].message
     assert (client.calls, len(store.list("verdicts/"))) == (4, 1), "two faults, the control, and a third fault"
+
+
+class Endless(Poisoned):
+    """Runs into the deadline on the untouched repository."""
+
+    async def verify(self, template: str, diff: bytes, *asked: Any, **options: Any) -> VerifyResult:
+        return await super().verify(template, diff, *asked, **options) if diff else result(exit="timed_out")
+
+
+def test_where_the_untouched_repository_hangs_the_reference_is_the_control() -> None:
+    task = dataclasses.replace(TASK, reference_diff=b"fix")
+    verdict = asyncio.run(Verifier(Endless(SOLVED), None).grade(task, b"poison"))
+    assert (verdict.solved, verdict.exit) == (False, "ungradable")
+    client = Endless(SOLVED)
+    client.also = (b"fix",)
+    with pytest.raises(InfraFault):
+        asyncio.run(Verifier(client, None).grade(task, b"poison"))
 
 
 def test_a_fault_that_the_control_state_shares_is_ours() -> None:

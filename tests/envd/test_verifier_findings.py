@@ -99,7 +99,8 @@ OF_TESTS = {"tests/__init__.py": b"", "tests/data/rows.json": b"[]", **HIDDEN}
 
 def test_files_of_hidden_files_names_elsewhere_may_be_read(isolated: Verifying) -> None:
     files = {**FILES, "lib/__init__.py": b"", "lib/rows.json": b"[1]", "lib/table.py": b"ONE = 1\n"}
-    code = "from lib.table import ONE\n\nROWS = open('lib/rows.json').read()\nopen('rows.json', 'w').close()\n"
+    code = "import pathlib\nfrom lib.table import ONE\n\nROWS = open('lib/rows.json').read()\n"
+    code += "open('rows.json', 'w').close()\npathlib.Path('__init__.py').touch()\n"
     result = isolated.verify({"calc.py": f"{code}\n\n{RIGHT}"}, files=files, hidden=OF_TESTS)
     assert (statuses(result), result.tampering) == (["passed", "passed"], ())
 
@@ -193,18 +194,35 @@ def test_new_files_that_imports_of_hidden_modules_could_find_are_undone(tmp_path
         "tests/__init__.py": b"",
         "tests/rows.py": b"",
         "tests/bare.py": b"",
-        "tests/load.py": b"def test(): import bare, tests.rows\n",
+        "tests/near.py": b"",
+        "tests/late.py": b"",
+        "tests/utils.py": b'"""Shared test utils."""  # utils of tests\n',
+        "tests/load.py": (
+            b"from . import near\nfrom tests import utils\n\ndef test():\n    import bare, tests.rows\n"
+            b"    __import__('late')\n"
+        ),
         "tests/data.json": b"{}",
     }
     twins = [
         "bare.py",
         "zz/bare.py",
+        "zz/late.py",
         "zz/tests/rows.py",
+        "zz/tests/near.py",
+        "zz/tests/utils.py",
         "zz/tests/__init__.py",
         "zz/load.py",
         "tests/load/__init__.py",
     ]
-    others = ["rows.py", "zz/rows.py", "zz/__init__.py", "zz/data.json", "load/__init__.py"]
+    others = [
+        "rows.py",
+        "zz/rows.py",
+        "zz/__init__.py",
+        "zz/data.json",
+        "load/__init__.py",
+        "zz/utils.py",
+        "zz/near.py",
+    ]
     found = list(unwanted([*twins, *others], tmp_path, hidden, tests=["tests/load.py::test"]))
     assert found == [(path, f"undone:twin:{Path(path).name}") for path in twins]
 

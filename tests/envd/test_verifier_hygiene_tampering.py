@@ -39,6 +39,8 @@ TAMPERING = {
         "always-equal",
     ),
     "a stopped clock": ("import time\ntime.perf_counter = lambda: 0.0\n" + RIGHT, "patched:time.perf_counter"),
+    "roots that are 0": ("import math\nmath.sqrt = lambda x: 0.0\n" + RIGHT, "patched:math.sqrt"),
+    "another ord": ("import builtins\nbuiltins.ord = lambda text: 0\n" + RIGHT, "patched:builtins.ord"),
     "another assertion error": (
         "import builtins\nbuiltins.AssertionError = StopIteration\n" + RIGHT,
         "patched:builtins.AssertionError",

@@ -231,6 +231,21 @@ def test_a_final_state_that_fills_the_disk_fails(namespaces: Harness) -> None:
     assert (result.exit, statuses(result)) == ("apply_failed", ["missing", "missing"])
 
 
+def test_attributes_of_git_change_no_byte_of_a_final_state(namespaces: Harness) -> None:
+    """A path with a blank takes git to apply. No UTF-16 is in utf.txt, so that git would refuse to store it."""
+    attributes = b"*.dat text eol=crlf ident\nutf.txt working-tree-encoding=UTF-16\n"
+    result = namespaces.verify(
+        {"a b.dat": "$Id$\nx\n", "utf.txt": "b\n"},
+        files={**FILES, "utf.txt": b"a\n", ".gitattributes": attributes},
+        hidden={
+            "tests/test_bytes.py": b"from pathlib import Path\n\n\ndef test_bytes():\n    assert"
+            b" Path('a b.dat').read_bytes() + Path('utf.txt').read_bytes() == b'$Id$\\nx\\nb\\n'\n"
+        },
+        tests=("tests/test_bytes.py::test_bytes",),
+    )
+    assert statuses(result) == ["passed"], result
+
+
 PUT_AWAY = [
     "rm -r d; echo x > d",
     "rm -r d; ln -s /tmp d",

@@ -215,6 +215,8 @@ ROWS: dict[str, tuple[dict[str, Any], str]] = {
     "no node id": ({"FAIL_TO_PASS": ["test_add (tests.Add)"]}, r"'test_add \(tests.Add\)' is no pytest node id: write"),
     "absent file": ({"FAIL_TO_PASS": ["tests/test_gone.py::t"]}, r"name tests/test_gone.py, which is not there"),
     "list that is no JSON": ({"FAIL_TO_PASS": "[oops"}, r"its row is wrong at FAIL_TO_PASS"),
+    "list that is too deep": ({"FAIL_TO_PASS": "[" * 100_000}, r"wrong at FAIL_TO_PASS: .* nested too deeply"),
+    "long repo": ({"repo": "a" * 5000}, r"its row is wrong at repo: .* at most 200 characters"),
     "missing field": ({"problem_statement": ""}, r"its row is wrong at problem_statement"),
     "deliverable": ({"deliverables": ["../x"]}, r"its artifact '../x' is no path within the workspace: write"),
     "deliverables without the fix": (
@@ -318,6 +320,14 @@ def test_a_folder_that_is_wrong_is_named_with_its_reason(fault: str, tmp_path: P
     changes, reason = FOLDERS[fault]
     folder_task(tmp_path / "wrong", **changes)
     _assert_reason(read_source(tmp_path), "wrong", reason)
+
+
+def test_a_task_file_that_can_not_be_read_leaves_out_its_task_alone(tmp_path: Path) -> None:
+    folder_task(tmp_path / "adds")
+    (tmp_path / "wrong/task.yaml").mkdir(parents=True)
+    reading = read_source(tmp_path)
+    assert [task.task_id for task in reading.tasks] == ["adds"]
+    _assert_reason(reading, "wrong", "its task.yaml can't be read: .*Is a directory")
 
 
 def test_a_source_without_tasks_says_what_to_give(tmp_path: Path) -> None:

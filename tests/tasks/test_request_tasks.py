@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import http.server
 import json
+import math
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -247,6 +248,7 @@ def test_a_record_is_bounded_and_says_what_it_lacks() -> None:
         ({"name": "no_list"}, "request no_list is declared twice"),
         ({"count": 0}, "nothing has to be done"),
         ({"body": "x" * 70_000}, "takes more than 65536 bytes"),
+        ({"body": {"count": math.nan}}, "must hold finite numbers only"),
     ],
 )
 def test_a_declaration_that_is_wrong_is_named_with_its_reason(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from codecs import BOM_UTF8
 
 from contracts.syntax import has_lone_return, parse_python
 
@@ -12,8 +13,9 @@ class Source:
 
     def __init__(self, content: bytes) -> None:
         """Raise SyntaxError or ValueError for a file that is not Python in UTF-8, or has a carriage return without a
-        newline.
+        newline. A byte order mark at its start is left out.
         """
+        content = content.removeprefix(BOM_UTF8)
         if has_lone_return(content):
             raise ValueError("it has a carriage return without a newline")
         self.tree = parse_python(content.decode())

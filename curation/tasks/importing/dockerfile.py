@@ -71,8 +71,8 @@ def read_dockerfile(text: str, workdir: str | None = None, *, built: bool = Fals
                 based = True
             case "WORKDIR":
                 where = normpath(PurePosixPath(where, rest.strip().strip('"')))
-            case "COPY" if not rest.lstrip().startswith(("--", "[")):
-                *sources, target = shlex.split(rest)
+            case "COPY" if not rest.lstrip().startswith(("--", "[")) and (words := _words(instruction, rest)):
+                *sources, target = words
                 slash = "/" if target.endswith(("/", ".")) else ""
                 copies.append((tuple(sources), normpath(PurePosixPath(where, target)).rstrip("/") + slash))
             case "RUN":
@@ -101,10 +101,7 @@ def _instructions(text: str) -> Iterator[tuple[str, str]]:
 def _run(command: str) -> Iterator[str]:
     """Requirements that a RUN installs; raises TaskError for commands without a counterpart here."""
     for part in re.split(r"&&|;|\n", command):
-        try:
-            words = shlex.split(part)
-        except ValueError:
-            raise TaskError(_refused(f"RUN {command}")) from None
+        words = _words("RUN", part)
         if words[:1] == ["python"] or words[:1] == ["python3"]:
             words = words[2:] if words[1:2] == ["-m"] else words
         plain = [word for word in words if not word.startswith("-")]
@@ -119,7 +116,7 @@ def _run(command: str) -> Iterator[str]:
                 pass
             case ["mkdir", *_]:
                 pass
-            case ["git", *_] if words[1] in _GIT:
+            case ["git", *_] if words[1:2] and words[1] in _GIT:
                 pass
             case ["pip" | "pip3", "install", *names] if names and not {"-r", "-e", "--editable"} & set(words):
                 yield from names
@@ -127,6 +124,13 @@ def _run(command: str) -> Iterator[str]:
                 yield from names
             case _:
                 raise TaskError(_refused(f"RUN {part.strip()}"))
+
+
+def _words(instruction: str, rest: str) -> list[str]:
+    try:
+        return shlex.split(rest)
+    except ValueError:
+        raise TaskError(_refused(f"{instruction} {rest}")) from None
 
 
 def _refused(what: str) -> str:

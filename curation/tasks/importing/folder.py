@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field, ValidationError
 
 from contracts.artifacts import Frozen
+from contracts.errors import describe
 from contracts.final_states import DatabaseState, DiffState, FinalState
 from contracts.yaml_text import load_yaml
 from curation.errors import TaskError
@@ -105,6 +106,8 @@ def read_folder(folder: Path, toolset: str = "") -> Reading:
 def _about(path: Path) -> TaskFile:
     try:
         values = load_yaml(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise TaskError(f"its {TASK_FILE} can't be read: {describe(error)}") from None
     except ValueError as error:
         raise TaskError(f"its {TASK_FILE} is not YAML: {error}") from None
     try:

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from contracts.errors import describe
 from curation.errors import TaskError
 from curation.tasks.importing.dockerfile import read_dockerfile
 from curation.tasks.importing.reading import (
@@ -109,7 +110,9 @@ def _own(place: Path) -> _Own:
 def _toml(place: Path) -> dict[str, Any]:
     try:
         return tomllib.loads((place / HARBOR_FILE).read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise TaskError(f"its {HARBOR_FILE} can't be read: {describe(error)}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise TaskError(f"its {HARBOR_FILE} is not TOML: {' '.join(str(error).split())}") from None
 
 

@@ -26,7 +26,17 @@ MAX_BYTES = 48 * 1024 * 1024
 DELIVERABLES_KEYS = ("deliverables", "artifacts")
 """Keys under which a source may name the files that count as the agent's work."""
 DELIVERABLES = AliasChoices(*DELIVERABLES_KEYS)
-TestNames = Annotated[list[str], BeforeValidator(lambda value: json.loads(value) if isinstance(value, str) else value)]
+
+
+def _listed(value: object) -> object:
+    """The value that a text is as JSON; another value as it is."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+TestNames = Annotated[list[str], BeforeValidator(_listed)]
 """Node ids, as a list or as one written as text."""
 _ID = re.compile(r"[A-Za-z0-9_.=@+-]+")
 
@@ -85,6 +95,8 @@ def task_of(source: Source) -> Task:
     """Build the task after checking its names and files. Raises TaskError with the reason and the fix."""
     if not _ID.fullmatch(source.task_id) or not source.task_id.strip("."):
         raise TaskError(f"its id {source.task_id!r} may hold letters, digits and _.=@+- only: rename it")
+    if not source.instruction.strip():
+        raise TaskError("its instruction is empty: say what the agent is to do")
     if not source.reference.strip() and source.final_state.kind in ("diff", "database"):
         raise TaskError("its reference fix is empty: give the patch that solves it")
     hidden_files = _hidden_files(source)

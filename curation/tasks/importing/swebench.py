@@ -33,7 +33,7 @@ class Row(BaseModel):
 
     instance_id: str = Field(min_length=1)
     """Id of the task."""
-    repo: str = Field(min_length=1)
+    repo: str = Field(min_length=1, max_length=200)
     """owner/name."""
     base_commit: str = Field(pattern=r"^[0-9a-fA-F]{7,64}$")
     """Commit that the agent starts from."""
