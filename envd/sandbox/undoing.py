@@ -130,12 +130,18 @@ def _could_be_hidden(path: PurePosixPath, hidden: Mapping[str, bytes], named: Co
 
 
 def _says(path: str, content: bytes, module: str) -> bool:
-    """Whether a file imports a module by this full name, or has a text with it; comments and docstrings say nothing."""
+    """Whether a file imports a module by this full name, or has a text with it."""
     said = re.compile(rf"(?<![\w.]){re.escape(module)}\b")
+    return any(map(said.search, _texts(path, content)))
+
+
+@lru_cache(256)
+def _texts(path: str, content: bytes) -> tuple[str, ...]:
+    """Full names that a file imports, and its texts but comments and docstrings; all of a file that is not Python."""
     try:
         tree = ast.parse(content)
     except (SyntaxError, ValueError, RecursionError):
-        return said.search(content.decode(errors="surrogateescape")) is not None
+        return (content.decode(errors="surrogateescape"),)
     package = PurePosixPath(path).parts[:-1]
     found, silent = list[str](), set[ast.AST]()
     for node in ast.walk(tree):
@@ -147,9 +153,9 @@ def _says(path: str, content: bytes, module: str) -> bool:
             found += [name, *(f"{name}.{alias.name}" for alias in node.names)]
         elif isinstance(node, ast.Expr):
             silent.add(node.value)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in silent:
-            found.append(node.value)
-    return any(map(said.search, found))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str | bytes) and node not in silent:
+            found.append(str(node.value))
+    return tuple(found)
 
 
 def _module(path: PurePosixPath) -> tuple[str, ...]:
