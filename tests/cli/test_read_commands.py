@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import locale
 import os
+import resource
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -19,13 +20,14 @@ from hypothesis import strategies as st
 
 from contracts.artifacts import Artifact, ArtifactWriter
 from contracts.episodes import EPISODES
+from contracts.errors import ConfigError
 from contracts.store import open_store
 from curation.mixture.accepted import MEMBERS
 from resources.refs import note, write_ref
 from tests.report.report_world import commit, write_world
 from triplane_dagster import cli
 from triplane_dagster.cli.history import json_of, summary
-from triplane_dagster.cli.output import cell
+from triplane_dagster.cli.output import cell, write_page
 from triplane_dagster.cli.serve import asked_policy
 from triplane_dagster.episode_index import rewards_of
 
@@ -163,6 +165,18 @@ def test_episodes_are_exported_as_json_lines(here: Run, history: History, tmp_pa
     for wrong, why in ((tmp_path / "absent" / "x", "can't be written"), (tmp_path, "is a folder")):
         refused = here("episodes", "export", "-e", EXPERIMENT, "-o", str(wrong))
         assert refused.returncode == 1 and why in refused.stderr and list(tmp_path.glob("**/*.part")) == []
+
+
+def test_a_page_that_does_not_fit_leaves_the_earlier_one(tmp_path: Path) -> None:
+    page, limits = tmp_path / "page.html", resource.getrlimit(resource.RLIMIT_FSIZE)
+    page.write_bytes(b"earlier")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(ConfigError, match=r"page\.html can't be written"):
+            write_page(page, bytes(5000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [(each.name, each.read_bytes()) for each in tmp_path.iterdir()] == [("page.html", b"earlier")]
 
 
 def test_an_export_goes_where_a_link_or_pipe_leads(here: Run, tmp_path: Path) -> None:
