@@ -210,6 +210,8 @@ def test_episodes_show_in_json_contains_the_recorded_tokens(here: Run, history: 
         (["status", "-e", "nosuch"], f"has {EXPERIMENT}"),
         (["experiments", "show", "-e", "nosuch"], "nosuch"),
         (["--store", "gs://bucket", "status"], "gs"),
+        (["experiments", "show", "-e", "x" * 300], "File name too long: shorten it"),
+        (["episodes", "show", os.fsdecode(b"\xff")], r"'\udcff' is not UTF-8"),
     ],
 )
 def test_every_error_is_one_line_that_names_the_thing(here: Run, arguments: list[str], named: str) -> None:
@@ -217,6 +219,23 @@ def test_every_error_is_one_line_that_names_the_thing(here: Run, arguments: list
     assert done.returncode == 1
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
     assert named in done.stderr
+
+
+def test_a_working_directory_that_was_removed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(SystemExit, match="the working directory was removed: change to one that exists"):
+        cli.main()
+
+
+def test_an_interrupt_before_the_command_is_known_says_so() -> None:
+    program = (
+        "import os, signal, sys; from triplane_dagster import cli; sys.meta_path.insert(0, type('Finder', (),"
+        " {'find_spec': lambda *_: os.kill(os.getpid(), signal.SIGINT)})()); cli.main()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, "\ninterrupted (SIGINT): nothing was begun\n")
 
 
 def test_a_wrong_option_exits_2(here: Run) -> None:
