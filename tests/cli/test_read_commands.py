@@ -239,7 +239,13 @@ def test_an_interrupt_before_the_command_is_known_says_so() -> None:
 
 
 def test_a_wrong_option_exits_2(here: Run) -> None:
-    assert here("status", "--nosuch").returncode == 2
+    for wrong in (
+        ["status", "--nosuch"],
+        ["metrics", "dump", "--seconds", "inf"],
+        ["fleet", "drain", "http://a:80", "--deadline", "inf"],
+        ["fleet", "update", "--deadline", "1e308"],
+    ):
+        assert here(*wrong).returncode == 2
 
 
 def test_recall_reads_a_store_whose_files_of_chats_have_the_task_of_a_rollout_and_a_bad_id(
