@@ -3,11 +3,12 @@
     host:7400   [fd00::1]:7400   http://host:8000   dns:NAME:PORT
 
 `dns:NAME:PORT` stands for every address that NAME has at the moment, such as the pods behind a headless Service of
-Kubernetes. parse_addresses checks the text, resolve looks the names up.
+Kubernetes. parse_addresses checks the text, resolve looks the names up, require_free tries one to listen at.
 """
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import re
 import socket
@@ -89,6 +90,34 @@ def resolve(
         for host in sorted(set(hosts), key=lambda each: (":" in each, ipaddress.ip_address(each).packed)):
             found[replace(address, host=host, is_name=False)] = None
     return list(found)
+
+
+def require_free(host: str, port: int, options: str) -> None:
+    """Raise ConfigError unless a server can listen there: asked before anything slow is loaded.
+
+    options: of the command line that name the address, for messages. An empty host, which would be every interface, is
+    refused.
+    """
+    if not host:
+        raise ConfigError(f"cannot listen at {host}:{port} (no host): give {options} one, 0.0.0.0 for every interface")
+    faults, free = list[OSError](), False
+    try:
+        for family, kind, protocol, _, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            try:
+                with socket.socket(family, kind, protocol) as probe:
+                    if family == socket.AF_INET6:
+                        probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    probe.bind(place)
+                    free = True
+            except OSError as error:
+                faults.append(error)
+    except (OSError, UnicodeError) as error:  # UnicodeError: a name that DNS can't have
+        faults.append(error if isinstance(error, OSError) else OSError(str(error)))
+    fault = next((each for each in faults if not free or each.errno == errno.EADDRINUSE), None)
+    if fault is not None:
+        why = fault.strerror or str(fault)
+        raise ConfigError(f"cannot listen at {host}:{port} ({why}): choose another {options}")
 
 
 def _parse(entry: str, setting: str) -> Address:

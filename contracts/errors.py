@@ -15,6 +15,8 @@ REFUSALS = {
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
     errno.ENFILE: "end some processes",
     errno.ENOMEM: "free some memory",
+    errno.ENAMETOOLONG: "shorten it",
+    errno.ELOOP: "remove a link of the loop",
 }
 """Fixes for system errors that the program can't prevent, by errno."""
 

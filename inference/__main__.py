@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from contracts.errors import ConfigError, TriplaneError
+from contracts.errors import ConfigError, TriplaneError, describe
 from inference.bridge import options as bridge_options
 
 _BRIDGE = """Serve episodes of a policy, over gRPC, to a trainer that is not ours.
@@ -273,11 +273,11 @@ def bridge(
 
 
 def main() -> None:
-    """Run the command line; a TriplaneError ends it with one line and exit code 1."""
+    """Run the command line; a TriplaneError or system error ends it with one line and exit code 1."""
     try:
         app()
-    except TriplaneError as error:
-        print(f"error: {error}", file=sys.stderr)
+    except (TriplaneError, OSError) as error:
+        print(f"error: {describe(error) if isinstance(error, OSError) else error}", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)

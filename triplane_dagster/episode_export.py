@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pyarrow.compute as pc
 
 from contracts.artifacts import Artifact
 from contracts.episodes import read_episodes
-from contracts.errors import ConfigError, describe
-from contracts.owned import owned_name
 from contracts.store import Store
 from triplane_dagster.cli.transcript import content_of, tokenizer_of
 
@@ -51,37 +47,3 @@ def exported(
                 names = ("token_ids", "token_role", "logprobs", "policy_spans")
                 row["sequences"] = [{name: getattr(each, name) for name in names} for each in episode.sequences]
             yield row
-
-
-def write_lines(path: Path, lines: Iterable[str]) -> int:
-    """Write lines to a file, whole or not at all, or to a pipe or device; returns their number.
-
-    Raises ConfigError if it can't be written.
-    """
-    try:
-        target = path.resolve()  # of a link, the file
-        if target.is_dir():
-            raise ConfigError(f"{path} is a folder: name a file")
-        if target.exists() and not target.is_file():
-            return _write(target, lines)
-        part = target.with_name(f".{owned_name()}.part")
-        try:
-            count = _write(part, lines)
-            part.replace(target)
-        finally:
-            part.unlink(missing_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{path} can't be written: {describe(error)}") from None
-    return count
-
-
-def _write(path: Path, lines: Iterable[str]) -> int:
-    count = 0
-    with path.open("w", encoding="utf-8") as file:
-        for line in lines:
-            file.write(line + "\n")
-            count += 1
-        file.flush()
-        if path.is_file():
-            os.fsync(file.fileno())
-    return count

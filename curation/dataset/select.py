@@ -20,6 +20,7 @@ the rule.
 
 from __future__ import annotations
 
+import glob
 import math
 from collections.abc import Collection, Mapping
 from itertools import groupby
@@ -182,8 +183,9 @@ def select_rows(
     """
     with duckdb.connect() as db:
         db.execute("SET threads = 1")  # floating-point sums must not depend on the machine
+        # escaped: DuckDB takes * ? [ for patterns
         for name, path in (("episodes", episodes), ("sequences", sequences), ("graded", rewards)):
-            db.read_parquet(str(path), file_row_number=True).create_view(name)
+            db.read_parquet(glob.escape(str(path)), file_row_number=True).create_view(name)
         db.register("quarantined", _column("episode_id", sorted(quarantined)))
         db.register("ratings", RATINGS.empty_table() if ratings is None else ratings)
         db.register("required", pa.Table.from_pylist([vars(each) for each in config.require], schema=_REQUIRED))

@@ -26,6 +26,7 @@ from contracts.errors import StoreError
 from contracts.failpoints import failpoint
 from contracts.parts import Parts
 from contracts.store import Store
+from curation.errors import PipelineError
 from curation.pipeline.config import DATA_VERSION, AskStage, JoinStage, Sink
 from curation.pipeline.plan import DATA, KEPT_ROWS, Plan, Segment
 from curation.pipeline.requests import AskWork, JoinWork, RequestWork
@@ -49,6 +50,9 @@ def run_pipeline(plan: Plan, store: Store, report: Report = lambda phase, done, 
     if found is not None:
         return found
     steps = [step for segment in plan.segments for step in segment.steps]
+    if "?" in str(store.scratch) and any(segment.kind == KEPT_ROWS for segment in plan.segments):
+        # where selections keep keys: DuckDB puts `.wal` before the ? of a database's path
+        raise PipelineError(f"{store.scratch} has a ? in its path: use a store, or $TRIPLANE_CACHE, in another folder")
     workers = Workers(steps, plan.folder, plan.workers)
     try:
         made = list[Artifact | None]()

@@ -80,8 +80,9 @@ class EndpointClient:
                 if not self._faulty(response):
                     return self._answer(url, response, read)
                 fault, asked = f"HTTP {response.status_code}", _retry_after(response)
-            except httpx.InvalidURL as error:
-                raise CurationError(f"{self._who}: {url} is not a URL ({error}): correct endpoint.url") from None
+            except (httpx.InvalidURL, ExceptionGroup) as error:
+                why = error.exceptions[0] if isinstance(error, ExceptionGroup) else error  # a port above 65535
+                raise CurationError(f"{self._who}: {url} is not a URL ({why}): correct endpoint.url") from None
             except (httpx.TimeoutException, TimeoutError):
                 fault, asked = f"no answer within {self._endpoint.timeout_s:g} s", 0.0
             except httpx.HTTPError as error:

@@ -85,7 +85,7 @@ class AuditFile:
         """
         fresh = self._path.with_name(self._path.name + ".next")
         try:
-            fd, size = _open(fresh)
+            fd, size = _open(fresh, os.fstat(self._fd).st_mode & 0o640)
         except EnvdError as error:
             self._postpone(str(error))
             return
@@ -130,10 +130,10 @@ def last_number_of(path: Path, files: int) -> int:
     return 0
 
 
-def _open(path: Path) -> tuple[int, int]:
-    """Descriptor and size of a file to append to. Raises EnvdError."""
+def _open(path: Path, mode: int = 0o640) -> tuple[int, int]:
+    """Descriptor and size of a file to append to. mode: of a new file. Raises EnvdError."""
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o640)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
     except OSError as error:
         raise EnvdError(f"the audit log can't be written: {describe(error)}") from error
     return fd, os.fstat(fd).st_size

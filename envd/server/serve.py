@@ -143,9 +143,11 @@ async def serve(options: Options, *, on_death: Callable[[], None] = lambda: None
     make_room()  # before any process is started
     _allow_open_files()
     async with contextlib.AsyncExitStack() as stack:
-        run_dir = await stack.enter_async_context(_run_directory(options.state_dir))
         audit = AuditLog(options.audit_log, calls=options.audit_calls, key=audit_key)
         stack.callback(audit.close)
+        if os.geteuid() == 0:
+            os.umask(0o022)  # sandboxes are of another user, who must read their templates; the log keeps its mode
+        run_dir = await stack.enter_async_context(_run_directory(options.state_dir))
         quotas = Quotas(rules.quotas, audit)
         templates = Templates(run_dir / "templates", linux.sandbox_owner(), quotas)
         stack.push_async_callback(templates.settled)

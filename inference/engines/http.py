@@ -110,10 +110,9 @@ class JsonClient:
                         " start the server or correct the address"
                     ) from error
                 await asyncio.sleep(backoff_s(attempt + 1, FIRST_PAUSE_S))
-            except (httpx.UnsupportedProtocol, httpx.InvalidURL) as error:
-                raise EngineError(
-                    f"{url} is not the address of an engine ({error}): write http://host:port/v1"
-                ) from None
+            except (httpx.UnsupportedProtocol, httpx.InvalidURL, ExceptionGroup) as error:
+                why = error.exceptions[0] if isinstance(error, ExceptionGroup) else error  # a port above 65535
+                raise EngineError(f"{url} is not the address of an engine ({why}): write http://host:port/v1") from None
             except httpx.TimeoutException as error:
                 raise EngineUnreachable(f"{url} timed out ({type(error).__name__}): raise timeout_s") from error
         raise AssertionError("the loop returns or raises")

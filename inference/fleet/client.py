@@ -90,9 +90,10 @@ class FleetClient:
     async def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         try:
             reply = await self._http.request(method, f"{self.router}{path}", json=body)
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
+        except (httpx.HTTPError, httpx.InvalidURL, ExceptionGroup) as error:
+            why = error.exceptions[0] if isinstance(error, ExceptionGroup) else type(error).__name__  # port above 65535
             raise FleetError(
-                f"the router {self.router} can't be reached ({type(error).__name__}): start it, or correct --router"
+                f"the router {self.router} can't be reached ({why}): start it, or correct --router"
             ) from None
         try:
             found = reply.json()

@@ -9,14 +9,16 @@ from typing import Any
 
 import uvicorn
 
+from contracts.addresses import require_free
 from contracts.errors import ConfigError
 
 
 def split_address(listen: str) -> tuple[str, int]:
-    """Host and port of "host:port". Raises ConfigError."""
+    """Host and port of "host:port", where a server can listen. Raises ConfigError."""
     host, _, port = listen.rpartition(":")
-    if not host or not port.isdigit() or int(port) > 65535:
+    if not host or not port.isdecimal() or int(port) > 65535:
         raise ConfigError(f"--listen {listen} is not host:port, e.g. 127.0.0.1:8000 (port 0 picks a free one)")
+    require_free(host.strip("[]"), int(port), "--listen")
     return host.strip("[]"), int(port)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Sequence
 
 import duckdb
@@ -97,7 +98,8 @@ def _view(db: duckdb.DuckDBPyConnection, name: str, artifacts: Sequence[Artifact
     homes = [each.uri for each in artifacts]
     db.register(f"homes_of_{name}", pa.table([files, homes, range(len(files))], schema=_HOMES))
     # by name: older files lack columns that were added later
-    db.read_parquet(files, file_row_number=True, filename=True, union_by_name=True).create_view(f"files_of_{name}")
+    paths = list(map(glob.escape, files))  # DuckDB takes * ? [ for patterns
+    db.read_parquet(paths, file_row_number=True, filename=True, union_by_name=True).create_view(f"files_of_{name}")
     db.execute(
         f"CREATE VIEW {name} AS SELECT f.*, file_row_number AS row, home, number"
         f" FROM files_of_{name} f JOIN homes_of_{name} ON file = filename WHERE try(unhex(episode_id)) IS NOT NULL"

@@ -10,6 +10,7 @@ the merge. A rebuild writes a new generation, which replaces the older ones at o
 
 from __future__ import annotations
 
+import glob
 import re
 import time
 import uuid
@@ -161,7 +162,7 @@ class Ledger:
         with duckdb.connect() as db:
             db.execute(f"SET memory_limit = '{MEMORY}'")
             for name, schema in TABLES.items():
-                paths = [str(part.path(f"{name}.parquet")) for part in parts]
+                paths = [glob.escape(str(part.path(f"{name}.parquet"))) for part in parts]
                 if paths:
                     db.read_parquet(paths).create_view(name)
                 else:
@@ -220,7 +221,7 @@ class Ledger:
                 with duckdb.connect() as db:
                     db.execute(f"SET memory_limit = '{MEMORY}'; SET threads = 1")
                     for name in TABLES:
-                        files = [str(source.path(f"{name}.parquet")) for source in sources]
+                        files = [glob.escape(str(source.path(f"{name}.parquet"))) for source in sources]
                         db.read_parquet(files).write_parquet(str(folder / f"{name}.parquet"), compression="zstd")
 
             self._commit(span, write)

@@ -9,6 +9,7 @@ deviation of the iteration, where a training on the dataset normalized its advan
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -110,7 +111,7 @@ def reach_of_marks(store: Store, marks: Sequence[Mark]) -> Reach:
     with Ledger(store).opened() as (db, _):
         db.execute(PLACES)
         if marks:
-            db.read_parquet([str(quarantine.path(mark)) for mark in marks]).create_view("marked")
+            db.read_parquet([glob.escape(str(quarantine.path(mark))) for mark in marks]).create_view("marked")
         else:
             db.register("marked", MARKED.empty_table())
         return _reach(store, db)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,16 @@ def one_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_reference_of_settings_is_current() -> None:
     written = (REPOSITORY / "docs" / "experiments.md").read_text()
     assert written == experiment_reference(), "run `triplane experiments docs -o docs/experiments.md`"
+
+
+def test_forks_in_the_documentation_have_names_that_are_accepted() -> None:
+    pages = [
+        REPOSITORY / "README.md",
+        *(REPOSITORY / "docs").glob("*.md"),
+        *(REPOSITORY / "triplane_dagster").glob("cli/*.py"),
+    ]
+    names = {name for page in pages for name in re.findall(r"triplane fork .*--as (\w+)", page.read_text())}
+    assert names and [Experiment(name=name).name for name in names]
 
 
 def test_every_key_of_an_experiment_has_a_description() -> None:

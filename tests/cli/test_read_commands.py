@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import locale
 import os
+import resource
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -19,13 +20,14 @@ from hypothesis import strategies as st
 
 from contracts.artifacts import Artifact, ArtifactWriter
 from contracts.episodes import EPISODES
+from contracts.errors import ConfigError
 from contracts.store import open_store
 from curation.mixture.accepted import MEMBERS
 from resources.refs import note, write_ref
 from tests.report.report_world import commit, write_world
 from triplane_dagster import cli
 from triplane_dagster.cli.history import json_of, summary
-from triplane_dagster.cli.output import cell
+from triplane_dagster.cli.output import cell, write_page
 from triplane_dagster.cli.serve import asked_policy
 from triplane_dagster.episode_index import rewards_of
 
@@ -165,6 +167,18 @@ def test_episodes_are_exported_as_json_lines(here: Run, history: History, tmp_pa
         assert refused.returncode == 1 and why in refused.stderr and list(tmp_path.glob("**/*.part")) == []
 
 
+def test_a_page_that_does_not_fit_leaves_the_earlier_one(tmp_path: Path) -> None:
+    page, limits = tmp_path / "page.html", resource.getrlimit(resource.RLIMIT_FSIZE)
+    page.write_bytes(b"earlier")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(ConfigError, match=r"page\.html can't be written"):
+            write_page(page, bytes(5000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [(each.name, each.read_bytes()) for each in tmp_path.iterdir()] == [("page.html", b"earlier")]
+
+
 def test_an_export_goes_where_a_link_or_pipe_leads(here: Run, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("real.jsonl")
     here("episodes", "export", "-e", EXPERIMENT, "-o", str(tmp_path / "link"))
@@ -196,6 +210,8 @@ def test_episodes_show_in_json_contains_the_recorded_tokens(here: Run, history: 
         (["status", "-e", "nosuch"], f"has {EXPERIMENT}"),
         (["experiments", "show", "-e", "nosuch"], "nosuch"),
         (["--store", "gs://bucket", "status"], "gs"),
+        (["experiments", "show", "-e", "x" * 300], "File name too long: shorten it"),
+        (["episodes", "show", os.fsdecode(b"\xff")], r"'\udcff' is not UTF-8"),
     ],
 )
 def test_every_error_is_one_line_that_names_the_thing(here: Run, arguments: list[str], named: str) -> None:
@@ -205,8 +221,31 @@ def test_every_error_is_one_line_that_names_the_thing(here: Run, arguments: list
     assert named in done.stderr
 
 
+def test_a_working_directory_that_was_removed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(SystemExit, match="the working directory was removed: change to one that exists"):
+        cli.main()
+
+
+def test_an_interrupt_before_the_command_is_known_says_so() -> None:
+    program = (
+        "import os, signal, sys; from triplane_dagster import cli; sys.meta_path.insert(0, type('Finder', (),"
+        " {'find_spec': lambda *_: os.kill(os.getpid(), signal.SIGINT)})()); cli.main()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, "\ninterrupted (SIGINT): nothing was begun\n")
+
+
 def test_a_wrong_option_exits_2(here: Run) -> None:
-    assert here("status", "--nosuch").returncode == 2
+    for wrong in (
+        ["status", "--nosuch"],
+        ["metrics", "dump", "--seconds", "inf"],
+        ["fleet", "drain", "http://a:80", "--deadline", "inf"],
+        ["fleet", "update", "--deadline", "1e308"],
+    ):
+        assert here(*wrong).returncode == 2
 
 
 def test_recall_reads_a_store_whose_files_of_chats_have_the_task_of_a_rollout_and_a_bad_id(

@@ -14,24 +14,35 @@ from pathlib import Path
 import httpx
 import pytest
 
+from contracts.addresses import require_free
 from contracts.errors import ConfigError
 from contracts.processes import start_of
+from inference.server.listening import split_address
 from ops.report import ROUTE
 from tests.webserver import wait_until_up
-from triplane_dagster.cli.ui import alone, keep_running, require_free
+from triplane_dagster.cli.ui import alone, keep_running
 
 
 def test_a_taken_port_is_named_before_anything_is_loaded() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{port} \(Address already in use\): choose another"):
-            require_free("127.0.0.1", port)
-    require_free("127.0.0.1", port)
+            require_free("127.0.0.1", port, "--port")
+        with pytest.raises(
+            ConfigError, match=rf"127\.0\.0\.1:{port} \(Address already in use\): choose another --listen"
+        ):
+            split_address(f"127.0.0.1:{port}")
+    require_free("127.0.0.1", port, "--port")
 
 
 def test_an_unknown_host_is_named() -> None:
     with pytest.raises(ConfigError, match=r"no-such-host\.invalid:3000 \(Name or service not known\)"):
-        require_free("no-such-host.invalid", 3000)
+        require_free("no-such-host.invalid", 3000, "--host")
+
+
+def test_no_host_is_not_every_interface() -> None:
+    with pytest.raises(ConfigError, match=r"no host\): give --host one"):
+        require_free("", 3000, "--host")
 
 
 def test_a_daemon_that_ends_is_started_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

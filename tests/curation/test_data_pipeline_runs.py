@@ -193,6 +193,11 @@ def test_rows_that_are_made_again_after_gc_are_selected_again(folder: Path, tmp_
     assert made.manifest.files == whole.manifest.files and made.meta == whole.meta
 
 
+def test_a_store_where_duckdb_keeps_no_database_is_refused(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(PipelineError, match=r"has a \? in its path: use a store"):
+        go(folder, str(tmp_path / "what?" / "store"), {"kind": "distinct", "by": ["id"]})
+
+
 def test_unreachable_endpoint_ends_the_run_and_keeps_the_rows_before(folder: Path, store: str) -> None:
     shout = {"kind": "map", "function": function(folder, "shout"), "columns": {"loud": "VARCHAR"}}
     ask = chat("http://127.0.0.1:9", endpoint={"url": "http://127.0.0.1:9/v1", "attempts": 1}, on_error="drop")

@@ -365,6 +365,16 @@ def test_the_same_files_give_the_same_rows_whatever_their_layout(tmp_path: Path)
     assert [table_digest(table) for table in first] == [table_digest(table) for table in second]
 
 
+def test_files_beside_a_folder_whose_name_is_a_pattern_are_not_read(tmp_path: Path) -> None:
+    for name in ("runs1", "runs[1]"):
+        (tmp_path / name).mkdir()
+        rows = two_groups()
+        rows["rewards"] = [{**row, "reward": row["reward"] + len(name)} for row in rows["rewards"]]
+        paths = tables(rows, tmp_path / name)
+    _, members = select_rows(*paths, DatasetConfig())
+    assert members["reward"].to_pylist() == [row["reward"] for row in rows["rewards"]]
+
+
 def test_tokens_roles_logprobs_and_versions_come_through_unchanged(tmp_path: Path) -> None:
     train, members = select_rows(*tables(two_groups(), tmp_path), DatasetConfig())
     assert train.to_pylist()[0] == {

@@ -183,10 +183,11 @@ def test_an_endpoint_that_is_down_ends_in_one_line_and_what_others_found_is_kept
     assert bench.verified == 2, "as written, and repeated"
 
 
-def test_invalid_endpoint_url_is_reported(store: LocalStore, server: JudgeServer) -> None:
+@pytest.mark.parametrize("url", ["http://host:port/v1", "http://127.0.0.1:80800/v1"])
+def test_invalid_endpoint_url_is_reported(store: LocalStore, server: JudgeServer, url: str) -> None:
     played = rollouts(store, [episode("a")])
-    with pytest.raises(CurationError, match=r"component review: http://host:port/v1.* is not a URL"):
-        grade(store, played, judging(server, endpoint={"url": "http://host:port/v1"}))
+    with pytest.raises(CurationError, match=rf"component review: {url}.* is not a URL .*port"):
+        grade(store, played, judging(server, endpoint={"url": url}))
 
 
 def test_a_server_that_hangs_is_given_up_after_the_deadline(store: LocalStore, server: JudgeServer) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 import threading
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -344,6 +345,16 @@ def check_answers(seed: int, folder: Path) -> None:
 @pytest.mark.parametrize("seed", range(2))
 def test_recall_equals_a_walk_over_all_manifests(seed: int, tmp_path: Path) -> None:
     check_answers(seed, tmp_path)
+
+
+def test_a_copy_beside_a_folder_whose_name_is_a_pattern_is_not_read(tmp_path: Path) -> None:
+    store = made_by(0, tmp_path / "runs*").store
+    rebuild(store)
+    before = indexed(store)
+    shutil.copytree(tmp_path / "runs*", tmp_path / "runs-old")
+    assert indexed(store) == before
+    rebuild(store)
+    assert indexed(store) == before
 
 
 @pytest.mark.timeout(1800)

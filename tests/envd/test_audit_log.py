@@ -92,12 +92,13 @@ def test_a_rotation_that_fails_moves_no_file_and_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: int
 ) -> None:
     log = AuditLog(tmp_path / "audit", max_bytes=2000, files=files)
+    (tmp_path / "audit").chmod(0o600)
     opened, works = audit_file._open, False
 
-    def failing(path: Path) -> tuple[int, int]:
+    def failing(path: Path, mode: int) -> tuple[int, int]:
         if not works:
             raise EnvdError("too many open files")
-        return opened(path)
+        return opened(path, mode)
 
     monkeypatch.setattr(audit_file, "_open", failing)
     for number in range(100):
@@ -110,6 +111,7 @@ def test_a_rotation_that_fails_moves_no_file_and_is_tried_again(
     numbers = [line["number"] for name in ("audit.1", "audit")[-files:] for line in lines(tmp_path / name)]
     assert numbers[-1] == 110 and numbers == list(range(numbers[0], 111)) and not list(tmp_path.glob("*.next"))
     assert (tmp_path / "audit").stat().st_size <= 2000
+    assert (tmp_path / "audit").stat().st_mode & 0o777 == 0o600, "as its operator made it"
 
 
 def test_numbers_go_on_when_a_kill_came_between_moving_and_opening(tmp_path: Path) -> None:

@@ -208,6 +208,19 @@ def test_every_socket_of_ours_is_the_users_alone(tmp_path: Path) -> None:
         os.umask(old)
 
 
+def test_a_servers_umask_keeps_no_sandbox_from_starting(tmp_path: Path) -> None:
+    """A sandbox starts to find out whether a backend works. The log is as private as its operator has it."""
+    log = tmp_path / "audit"
+    old = os.umask(0o077)
+    try:
+        address = f"unix:{tmp_path}/socket"
+        with server("--listen", address, "--backend", "namespaces", "--audit-log", str(log)):
+            assert asyncio.run(backend_of(OperationsClient(address))) == "namespaces"
+            assert stat.S_IMODE(log.stat().st_mode) == 0o600
+    finally:
+        os.umask(old)
+
+
 def test_plain_is_had_by_name_and_says_that_it_isolates_nothing() -> None:
     async def job(address: str) -> list[str]:
         async with OperationsClient(address) as client:

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from contracts.errors import ConfigError
 from inference.errors import FleetError
+from inference.fleet.client import FleetClient
 from inference.fleet.registry import Drain, Joined, LocalRegistry, Registry, View
 from inference.fleet.shared_registry import SharedRegistry
 from tests.inference.test_shared_router import Server
@@ -157,3 +158,9 @@ def test_other_addresses_than_one_url_are_refused(url: str) -> None:
         replica(url)
     with suppress(ValidationError):
         assert replica("http://a:8000/").url == A
+
+
+async def test_a_router_at_a_port_that_is_none_is_named() -> None:
+    async with FleetClient("http://127.0.0.1:80800") as client:
+        with pytest.raises(FleetError, match=r"127\.0\.0\.1:80800 can't be reached .*port"):
+            await client.state()

@@ -324,6 +324,10 @@ async def test_an_unreachable_server_is_named_after_bounded_retries() -> None:
     with pytest.raises(EngineUnreachable, match=r"127\.0\.0\.1:9.* 2 attempts"):
         await engine.version()
     await engine.close()
+    engine = OpenAIEngine("http://127.0.0.1:80800/v1", "policy")
+    with pytest.raises(EngineError, match=r"80800/.* is not the address of an engine .*port"):
+        await engine.version()
+    await engine.close()
 
 
 @pytest.mark.parametrize("signals", [1, 2])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from contracts.chat import SPECIAL_TOKENS, ChatTokenizer, chat_template
+from inference.__main__ import main
 from inference.errors import EngineStopped
 from inference.server.app import Application
 from inference.server.serve import Serving, _serve
@@ -119,3 +121,13 @@ async def test_a_server_ends_when_its_engine_fails(
             assert (await client.post("/v1/completions", json={"prompt": [1]})).status_code == 503
         with pytest.raises(EngineStopped, match="no room"):
             await serving
+
+
+def test_a_system_error_of_the_command_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["inference", "serve", "--policy", "x" * 300])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    said = capsys.readouterr().err
+    assert ended.value.code == 1 and said.count("\n") == 1 and "File name too long: shorten it" in said

@@ -62,7 +62,7 @@ def test_an_experiment_is_found_by_its_file(world: World, here: Path) -> None:
     [
         (("-i", "0042"), "iteration 0042 has no rollouts"),
         (("-e", "nobody"), "no experiment 'nobody' in "),
-        (("--output", "/proc/page.html"), "name another file with --output"),
+        (("--output", "/proc/page.html"), "/proc/page.html can't be written"),
     ],
 )
 def test_report_errors_are_one_line(arguments: tuple[str, ...], message: str, world: World, here: Path) -> None:

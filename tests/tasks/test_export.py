@@ -213,6 +213,14 @@ def test_a_folder_replaces_the_one_that_a_link_names_but_not_the_current_one(
         raise AssertionError("no work is done")
 
 
+def test_a_folder_that_cannot_be_made_is_refused_before_the_work(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "loop").symlink_to("loop")
+    for out in ("file/out", "loop"):
+        with pytest.raises(TaskError, match=f"{out} can't be made .*--out"), new_folder(tmp_path / out):
+            raise AssertionError("no work is done")
+
+
 def test_a_mount_is_refused_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "out").mkdir()
     monkeypatch.setattr(Path, "is_mount", lambda path: path == tmp_path / "out")

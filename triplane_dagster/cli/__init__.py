@@ -14,6 +14,7 @@ import codecs
 import locale
 import os
 import sys
+from pathlib import Path
 
 _UTF8 = "PYTHONUTF8"
 
@@ -32,6 +33,14 @@ def main() -> None:
         again = True
     if again:
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
-    from triplane_dagster.cli.app import app
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        sys.exit("error: the working directory was removed: change to one that exists, then run the same command again")
+    try:
+        from triplane_dagster.cli.app import app
+    except KeyboardInterrupt:
+        print("\ninterrupted (SIGINT): nothing was begun", file=sys.stderr)
+        sys.exit(130)
 
     app(prog_name="triplane")

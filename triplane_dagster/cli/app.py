@@ -47,29 +47,29 @@ app = typer.Typer(
 
     Start here:
 
-        triplane demo                   # a small model learns to fix code on this CPU, in minutes
+        triplane demo                      # a small model learns to fix code on this CPU, in minutes
 
-        triplane plan                   # memory of the experiment, by kind and moment
+        triplane plan                      # memory of the experiment, by kind and moment
 
-        triplane ui                     # the same graph in the Dagster UI
+        triplane ui                        # the same graph in the Dagster UI
 
-        triplane status                 # the live policy, and the results of each iteration
+        triplane status                    # the live policy, and the results of each iteration
 
-        triplane report --open          # an iteration as one page: curves, and every episode to read
+        triplane report --open             # an iteration as one page: curves, and every episode to read
 
-        triplane fork NAME/0003 --as B  # the same episodes with another loss, filter or reward
+        triplane fork NAME/0003 --as exp2  # the same episodes with another loss, filter or reward
 
-        triplane compare NAME B         # both experiments, paired by task
+        triplane compare NAME exp2         # both experiments, paired by task
 
-        triplane episodes list          # what the policy did
+        triplane episodes list             # what the policy did
 
-        triplane evaluate NAME/0003     # pass rate of any policy on any suite
+        triplane evaluate NAME/0003        # pass rate of any policy on any suite
 
-        triplane lineage <digest>       # what made it, what was made from it
+        triplane lineage <digest>          # what made it, what was made from it
 
-        triplane recall --task <id>     # which policies were trained on it, and whether one is live
+        triplane recall --task <id>        # which policies were trained on it, and whether one is live
 
-        triplane quarantine --task <id> # keep it out of training, and retrain
+        triplane quarantine --task <id>    # keep it out of training, and retrain
 
     Digests and ids may be shortened to any unambiguous beginning.
     """,

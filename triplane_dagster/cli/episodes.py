@@ -14,9 +14,9 @@ from contracts.errors import ArtifactMissing
 from contracts.store import Store, open_store
 from triplane_dagster.cli.experiments import name_in_store
 from triplane_dagster.cli.options import AsJson, ExperimentName, Limit
-from triplane_dagster.cli.output import console, print_json, print_rows
+from triplane_dagster.cli.output import console, print_json, print_rows, write_file
 from triplane_dagster.cli.transcript import episode_json, print_episode
-from triplane_dagster.episode_export import exported, write_lines
+from triplane_dagster.episode_export import exported
 from triplane_dagster.episode_index import find_episode, rewards_of, sampled_by
 
 Iteration = Annotated[
@@ -114,7 +114,7 @@ def export(
         for line in lines:
             print(line)
         return
-    written = write_lines(output, lines)
+    written = write_file(output, (f"{line}\n".encode() for line in lines))
     typer.echo(f"{written} episodes of {source.ref.kind} {source.ref.short} in {output}")
 
 

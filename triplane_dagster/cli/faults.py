@@ -20,6 +20,8 @@ def line_of(error: BaseException) -> str | None:
         line = describe(each) if isinstance(each, OSError) and each.errno in REFUSALS else _of_dagster(each)
         if line is not None:
             return line
+        if isinstance(each, UnicodeEncodeError) and "surrogates" in each.reason:  # of bytes that are not UTF-8
+            return f"{each.object!r:.200} is not UTF-8: write it so, or rename the file"
     return None
 
 

@@ -79,7 +79,7 @@ def drain(
         str, typer.Argument(metavar="URL", help="URL of the replica, as `triplane fleet list` shows it.")
     ],
     deadline: Annotated[
-        float, typer.Option(min=0, help="Seconds for which the sessions that it has may stay.")
+        float, typer.Option(min=0, max=604_800, help="Seconds for which the sessions that it has may stay.")
     ] = 300.0,
     wait: Annotated[bool, typer.Option("--wait", help="Return when it has neither requests nor sessions.")] = False,
     undo: Annotated[bool, typer.Option("--undo", help="Send it new sessions again.")] = False,
@@ -134,7 +134,10 @@ def update(
     ] = "live",
     at_once: Annotated[int, typer.Option(min=1, help="Replicas to update at the same time, at most.")] = 1,
     deadline: Annotated[
-        float, typer.Option(min=0, help="Seconds for which the last replicas of a version wait for its sessions.")
+        float,
+        typer.Option(
+            min=0, max=604_800, help="Seconds for which the last replicas of a version wait for its sessions."
+        ),
     ] = 600.0,
     weights_port: Annotated[
         int | None,

@@ -20,6 +20,7 @@ def metrics(
         typer.Option(
             "--seconds",
             min=0.1,
+            max=86_400,
             metavar="S",
             help="Seconds between the dumps, for rates. Without LATER: read DUMP again after so long.",
         ),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from contracts.errors import ConfigError
+from contracts.errors import ConfigError, describe
+from contracts.owned import owned_name
 from contracts.visible import visible, visible_json
 
 Row = Mapping[str, Any]
@@ -68,10 +70,44 @@ def _is_number(value: Any) -> bool:
 
 
 def write_page(target: Path, page: bytes) -> Path:
-    """Write a page and return its path. Raises ConfigError."""
+    """Write a page, in a folder that is made if needed, and return its path. Raises ConfigError."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(page)
     except OSError as error:
-        raise ConfigError(f"cannot write {target} ({error.strerror}): name another file with --output") from None
+        raise ConfigError(f"{target} can't be written: {describe(error)}") from None
+    write_file(target, [page])
     return target
+
+
+def write_file(path: Path, pieces: Iterable[bytes]) -> int:
+    """Write a file, whole or not at all, or to a pipe or device; returns the number of pieces.
+
+    Raises ConfigError if it can't be written; a file that was there is as before.
+    """
+    try:
+        target = path.resolve()  # of a link, the file
+        if target.is_dir():
+            raise ConfigError(f"{path} is a folder: name a file")
+        if target.exists() and not target.is_file():
+            return _write(target, pieces)
+        part = target.with_name(f".{owned_name()}.part")
+        try:
+            count = _write(part, pieces)
+            part.replace(target)
+        finally:
+            part.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{path} can't be written: {describe(error)}") from None
+    return count
+
+
+def _write(path: Path, pieces: Iterable[bytes]) -> int:
+    count = 0
+    with path.open("wb") as file:
+        for piece in pieces:
+            file.write(piece)
+            count += 1
+        file.flush()
+        if path.is_file():
+            os.fsync(file.fileno())
+    return count

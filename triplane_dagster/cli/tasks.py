@@ -90,7 +90,7 @@ def list_tasks(
 
     Example:
 
-        triplane tasks list --split held_out --family sum
+        triplane tasks list --split held_out --family inner-plus
     """
     from curation.tasks.inspect import suite_tasks, task_rows
 
@@ -112,7 +112,7 @@ def show(
 
     Example:
 
-        triplane tasks show train-00
+        triplane tasks show inner-plus-77
     """
     from curation.tasks.inspect import find_task, suite_tasks, task_text
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 import yaml
 
+from contracts.addresses import require_free
 from contracts.errors import ConfigError
 from contracts.retries import backoff_s
 from trainer.lifetime import PARENT_VARIABLE
@@ -46,7 +46,7 @@ def ui(
         triplane ui --port 3001
     """
     definitions = project_workspace()
-    require_free(host, port)
+    require_free(host, port, "--host or --port")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that no process outlives this one
     typer.echo(f"http://{host}:{port} (Ctrl-C stops it)", err=True)
     os.environ.setdefault("DAGSTER_DISABLE_TELEMETRY", "1")
@@ -135,16 +135,6 @@ def keep_running(command: Sequence[str], over: threading.Event) -> None:
     except subprocess.TimeoutExpired:
         child.kill()
         child.wait()
-
-
-def require_free(host: str, port: int) -> None:
-    """Raise ConfigError, before the slow loading, unless this address is free."""
-    try:
-        with socket.create_server((host, port)):
-            pass
-    except OSError as error:
-        why = (error.strerror or str(error)).partition(" (while")[0]
-        raise ConfigError(f"cannot listen at {host}:{port} ({why}): choose another --host or --port") from None
 
 
 def project_workspace() -> Path:

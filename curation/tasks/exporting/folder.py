@@ -16,7 +16,11 @@ def new_folder(out: Path) -> Iterator[Path]:
 
     Raises TaskError if `out` exists and is not an empty folder, or can't be replaced: the current one, or a mount.
     """
-    out = out.resolve()
+    try:
+        out = out.resolve()
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links
+        raise TaskError(f"{out} can't be made ({error}): name a new folder with --out") from None
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise TaskError(f"{out} exists and is not empty: name a new folder with --out")
     if out == Path.cwd():
@@ -26,7 +30,6 @@ def new_folder(out: Path) -> Iterator[Path]:
             f"{out} is a mount, which can't be replaced: name a folder in it, such as --out {out / 'tasks'}"
         )
     parent, prefix = out.parent, f".{out.name}."
-    parent.mkdir(parents=True, exist_ok=True)
     sweep_abandoned(parent, prefix)
     with owned_directory(prefix, parent) as scratch:
         folder = Path(scratch, out.name)
