@@ -105,7 +105,9 @@ def serve(
     threads: Annotated[int | None, typer.Option(min=1, help="Torch threads [default: torch's].")] = None,
     drain: Annotated[
         float | None,
-        typer.Option(min=0, help="Seconds in which requests are still accepted after SIGTERM [default: 5 in a pod]."),
+        typer.Option(
+            min=0, max=86_400, help="Seconds in which requests are still accepted after SIGTERM [default: 5 in a pod]."
+        ),
     ] = None,
     events_port: Annotated[
         int | None,
@@ -139,7 +141,9 @@ def route(
         typer.Option(help="Address of a server, or dns:NAME:PORT; may be repeated [default: those that join]."),
     ] = None,
     listen: Annotated[str, typer.Option(help="host:port to listen on; port 0 picks a free one.")] = "127.0.0.1:8080",
-    block_tokens: Annotated[int, typer.Option(min=1, help="Block size of the servers, e.g. vLLM's --block-size.")] = 16,
+    block_tokens: Annotated[
+        int, typer.Option(min=1, max=65_536, help="Block size of the servers, e.g. vLLM's --block-size.")
+    ] = 16,
     events_port: Annotated[
         int | None,
         typer.Option(min=1, max=65534, help="Port at each server for its cache events [default: assume its cache]."),
@@ -166,7 +170,9 @@ def route(
     timeout: Annotated[float, typer.Option(min=1, help="Longest silence of a server in a reply, in seconds.")] = 600.0,
     drain: Annotated[
         float | None,
-        typer.Option(min=0, help="Seconds in which requests are still accepted after SIGTERM [default: 5 in a pod]."),
+        typer.Option(
+            min=0, max=86_400, help="Seconds in which requests are still accepted after SIGTERM [default: 5 in a pod]."
+        ),
     ] = None,
 ) -> None:
     """Route requests to several servers until interrupted."""

@@ -135,7 +135,7 @@ def test_two_servers_do_not_share_a_file(tmp_path: Path) -> None:
 
 def test_a_link_is_not_followed_and_a_missing_directory_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
-    for path in (tmp_path / "link", tmp_path / "no" / "audit"):
+    for path in (tmp_path / "link", tmp_path / "no" / "audit", Path()):
         with pytest.raises(EnvdError) as caught:
             AuditLog(path)
         assert "\n" not in str(caught.value) and not (tmp_path / "elsewhere").exists()
