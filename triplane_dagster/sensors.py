@@ -18,6 +18,7 @@ from ops.iteration_keys import iteration_key, next_iteration
 from resources.experiment import Experiment
 from resources.refs import has_ref
 from triplane_dagster.dead_runs import end_dead_runs
+from triplane_dagster.experiment_files import why_missing
 from triplane_dagster.iterations import decision_of, is_complete, may_continue
 from triplane_dagster.jobs import (
     EXPERIMENT_TAG,
@@ -50,7 +51,9 @@ def continue_sequence(experiment: Experiment, jobs: Sequence[UnresolvedAssetJobD
         limit_pools(context.instance, [experiment])
         end_dead_runs(context.instance)
         fail_again(context.instance)
-        return next_request(context.instance, open_store(), experiment)
+        found = next_request(context.instance, open_store(), experiment)
+        fault = why_missing(experiment.name) if isinstance(found, dg.SensorResult) else ""
+        return dg.SkipReason(fault) if fault else found
 
     return sensor
 

@@ -204,6 +204,29 @@ def test_a_failed_run_stops_the_sequence_until_its_iteration_is_made(desk: Desk,
     assert [desk.serve(), desk.serve()] == ["0002", None]
 
 
+def test_no_run_is_requested_while_the_experiments_file_cannot_be_loaded(
+    desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would read the file, and fail as often as Dagster launches it again."""
+    monkeypatch.setenv("TRIPLANE_EXPERIMENTS", str(tmp_path))
+    desk.train(iterations=1)
+    sensor = desk.definitions.get_repository_def().get_sensor_def("tiny_sequence")
+
+    def tick() -> Any:
+        return sensor(dg.build_sensor_context(instance=desk.instance))
+
+    file = tmp_path / "tiny.yaml"
+    for text, said in (
+        ("name: tiny\nseed: many\n", f"tiny can't be loaded: experiment {file}: seed = 'many'"),
+        ("name: other\n", f"tiny can't be loaded: no file in {tmp_path} holds it"),
+    ):
+        file.write_text(text)
+        answer = tick()
+        assert isinstance(answer, dg.SkipReason) and (answer.skip_message or "").startswith(said)
+    file.write_text(TINY.read_text())
+    assert [each.partition_key for each in tick().run_requests] == ["0000"]
+
+
 def test_a_refusal_ends_the_sequence_if_the_experiment_says_stop(desk: Desk) -> None:
     stopping = desk.stopping()
     stopping.train(iterations=3)
