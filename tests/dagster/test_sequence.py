@@ -24,6 +24,7 @@ from resources.refs import remove_ref, write_ref
 from triplane_dagster.assembly import definitions_for
 from triplane_dagster.cli.iterate import warn_of_other_request
 from triplane_dagster.jobs import EXPERIMENT_TAG, base_job_name, iteration_job_name
+from triplane_dagster.lost_retries import RETRY_TAG
 from triplane_dagster.pools import limit_pools
 from triplane_dagster.schedules import night_request, nightly
 from triplane_dagster.sensors import next_request
@@ -348,6 +349,19 @@ def test_a_second_request_is_refused_and_zero_iterations_end_the_first(desk: Des
     assert "ended: ended by hand (enough)" in str(desk.tick())
     desk.train(iterations=1)
     assert [desk.serve(), desk.serve()] == ["0000", None]
+
+
+def test_a_request_that_a_person_repeats_after_its_end_is_refused(desk: Desk) -> None:
+    """It asks for nothing; a repetition by Dagster, after a kill, ends in peace."""
+    asked = desk.train(iterations=1)
+    assert desk.serve() == "0000"
+    job, tags = desk.definitions.resolve_job_def("tiny_train"), {ROOT_RUN_ID_TAG: asked, PARENT_RUN_ID_TAG: asked}
+    assert job.execute_in_process(instance=desk.instance, tags=tags).success, "it has not ended"
+    desk.tick()
+    with pytest.raises(TargetRefused, match=r"0000 was asked .* ended \(all of them were made\): launch tiny_train"):
+        job.execute_in_process(instance=desk.instance, tags=tags)
+    assert job.execute_in_process(instance=desk.instance, tags={**tags, RETRY_TAG: "1"}).success
+    assert desk.serve() is None
 
 
 def test_a_request_that_waited_in_the_queue_while_another_ended_is_refused(desk: Desk) -> None:
