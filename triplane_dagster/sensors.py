@@ -163,7 +163,8 @@ def _request(
             return _not_ended(run)
         return (
             f"run {run.run_id} of {key or 'the base'} ended as {run.status.value.lower()}: correct the cause and"
-            f" re-execute it; {'the sequence' if key is None else f'once {key} has a decision the sequence'} continues"
+            f" re-execute it; {'the sequence' if key is None else f'once {key} has decision and report, the sequence'}"
+            " continues"
         )
     config = {}
     if number == target.first and job != half_job_name(experiment, "learn"):

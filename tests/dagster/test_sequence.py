@@ -200,7 +200,7 @@ def test_a_failed_run_stops_the_sequence_until_its_iteration_is_made(desk: Desk,
     failed = desk.launch(request, status)
     for _ in range(2):
         said = str(desk.tick())
-        assert failed.run_id in said and "once 0001 has a decision the sequence continues" in said
+        assert failed.run_id in said and "once 0001 has decision and report, the sequence continues" in said
     decide(desk.store, desk.experiment, "0001")
     assert [desk.serve(), desk.serve()] == ["0002", None]
 
@@ -343,7 +343,7 @@ def test_only_the_first_iteration_starts_from_the_named_policy(desk: Desk) -> No
 
 def test_a_second_request_is_refused_and_zero_iterations_end_the_first(desk: Desk) -> None:
     desk.train(iterations=3, reason="the first")
-    with pytest.raises(TargetRefused, match=r"0000 to 0002 are under way \(the first\).*tiny_train with iterations: 0"):
+    with pytest.raises(TargetRefused, match=r"0000 to 0002 are under way \(the first\).*tiny_sequence.*iterations: 0"):
         desk.train(iterations=1)
     desk.train(iterations=0, reason="enough")
     assert "ended: ended by hand (enough)" in str(desk.tick())
