@@ -161,6 +161,8 @@ def _request(
     for run in instance.get_runs(dg.RunsFilter(job_name=job, tags={**tags, **place}), limit=1):
         if not run.is_finished:
             return _not_ended(run)
+        if key is not None and not instance.has_dynamic_partition(experiment.name, key):
+            instance.add_dynamic_partitions(experiment.name, [key])  # deleted meanwhile: every re-execution would fail
         return (
             f"run {run.run_id} of {key or 'the base'} ended as {run.status.value.lower()}: correct the cause and"
             f" re-execute it; {'the sequence' if key is None else f'once {key} has decision and report, the sequence'}"

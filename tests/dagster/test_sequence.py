@@ -201,6 +201,7 @@ def test_a_failed_run_stops_the_sequence_until_its_iteration_is_made(desk: Desk,
     for _ in range(2):
         said = str(desk.tick())
         assert failed.run_id in said and "once 0001 has decision and report, the sequence continues" in said
+        assert desk.instance.get_dynamic_partitions("tiny") == ["0001"], "whoever deleted it"
     decide(desk.store, desk.experiment, "0001")
     assert [desk.serve(), desk.serve()] == ["0002", None]
 
