@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from zoneinfo import ZoneInfo
 
 import dagster as dg
 import pytest
@@ -495,6 +496,17 @@ def test_a_night_whose_time_is_over_is_skipped(desk: Desk) -> None:
     answer = night_request(planned.instance, planned.store, planned.experiment, datetime(2020, 1, 2, 2, tzinfo=UTC))
     assert isinstance(answer, dg.SkipReason)
     assert answer.skip_message == "the night of 2020-01-02T02:00:00+00:00 is over (schedule.max_hours=5)"
+
+
+def test_the_time_of_a_night_does_not_end_an_hour_early_when_the_clocks_change(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned = desk.with_(schedule=ScheduleConfig(max_hours=2))
+    at = datetime(2027, 3, 28, 1, tzinfo=ZoneInfo("Europe/Berlin"))
+    for hours, asks in ((1.9, True), (2.0, False)):
+        monkeypatch.setattr("triplane_dagster.schedules.time.time", lambda hours=hours: at.timestamp() + 3600 * hours)
+        answer = night_request(planned.instance, planned.store, planned.experiment, at)
+        assert isinstance(answer, dg.RunRequest) is asks
 
 
 def test_a_night_is_skipped_while_anything_is_under_way_and_after_a_refusal(desk: Desk) -> None:
