@@ -65,9 +65,15 @@ def pin_inputs(step: Step, policy: str) -> Artifact:
     checkpoint.
 
     Without a decision of the previous iteration, this one is sampled ahead: the start of its training stays open.
-    Raises, and writes nothing, IterationRefused for a key that is not an iteration's or too far ahead, and TaskError
-    for a suite that lacks tasks.
+    Raises, and writes nothing, IterationRefused without a key and for one that is not an iteration's or too far ahead,
+    and TaskError for a suite that lacks tasks.
     """
+    if step.state.partition is None:
+        following = iteration_key(next_iteration(step.store, step.experiment.name))
+        raise IterationRefused(
+            f"{step.experiment.name}/{step.spec.name} was launched without a partition: choose an iteration, the next"
+            f" one is {following}"
+        )
     require_key(step.store, step.experiment, step.iteration)
     found = step.work.find()
     if found is not None:

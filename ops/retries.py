@@ -8,6 +8,8 @@ Dagster's RetryPolicy retries every error, also a wrong setting. So every step's
     pod killed, evicted, lost                                    up to RETRIES times, by the policy of `step_retries`
     Ctrl-C, Terminate            ends the run                    ends the run
 
+A process for each step ends when the run's process is killed: the repetition of the run would work beside it.
+
 An interrupt of a step with a RetryPolicy is a retry for Dagster, so steps of one process have no policy.
 """
 
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import multiprocessing
 import os
 import random
 from collections.abc import Callable, Iterator
@@ -25,6 +28,7 @@ from typing import Any
 import dagster as dg
 
 from contracts.errors import InfraFault, StoreUnreachable
+from contracts.parents import end_with_parent
 from ops.spans import step_span
 from resources.errors import DeploymentFailed, EvaluationIncomplete
 
@@ -56,7 +60,18 @@ def steps_in_one_process() -> Iterator[None]:
 
 def steps_are_pods() -> bool:
     """Whether the steps of the definitions that are made now run in pods of their own."""
-    return os.environ.get(EXECUTOR_VARIABLE) == "k8s" and not _one_process.get()
+    return _chosen("k8s")
+
+
+def _chosen(executor: str) -> bool:
+    return os.environ.get(EXECUTOR_VARIABLE) == executor and not _one_process.get()
+
+
+@functools.cache
+def _end_with_run() -> None:
+    """End this process with the run's, which started it; with that of a run in one process, e.g. of a test, nothing."""
+    if multiprocessing.parent_process() is not None:
+        end_with_parent()
 
 
 def step_retries() -> dg.RetryPolicy | None:
@@ -70,10 +85,12 @@ def bounded(function: Callable[..., Any]) -> Callable[..., Any]:
     """Function of an op or asset, whose first argument is Dagster's context, with a span and the retries of this
     module.
     """
-    pods = steps_are_pods()
+    pods, processes = steps_are_pods(), _chosen("multiprocess")
 
     @functools.wraps(function)
     def calls(context: Any, *args: Any, **kwargs: Any) -> Any:
+        if processes:
+            _end_with_run()
         try:
             with step_span(context):
                 return function(context, *args, **kwargs)
@@ -83,6 +100,8 @@ def bounded(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def yields(context: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        if processes:
+            _end_with_run()
         try:
             with step_span(context):
                 yield from function(context, *args, **kwargs)

@@ -12,19 +12,19 @@ from __future__ import annotations
 import functools
 import logging
 import multiprocessing
-import os
 import pickle
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from types import FrameType
 from typing import Any, NoReturn
 
 import dagster as dg
 
+from contracts.parents import end_with_parent
 from contracts.store import open_store
 from ops.graph import ITERATION_INPUTS
 from resources.errors import StepFailed
@@ -140,7 +140,7 @@ def _sample(experiment: Experiment, ref: Any, theirs: Connection) -> None:
     """Body of the process: sample what is asked for until it is stopped or its parent dies."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent, in the same terminal, decides
     signal.signal(signal.SIGTERM, _stop)
-    threading.Thread(target=_end_with_parent, name="sampling-lifetime", daemon=True).start()
+    end_with_parent()
     lock = threading.Lock()
 
     def send(update: Progress | dict[str, Exception | None]) -> None:
@@ -175,10 +175,3 @@ def _portable(error: Exception) -> Exception:
 
 def _stop(number: int, frame: FrameType | None) -> NoReturn:
     sys.exit(128 + number)
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None, "this process was started by another"
-    wait([parent.sentinel])
-    os._exit(1)

@@ -1,10 +1,15 @@
-"""Find runs whose process was killed: Dagster shows them as running and counts them against the run limit."""
+"""Find runs whose process was killed: Dagster shows them as running and counts them against the run limit. Also those
+that Dagster would show as canceled while their process works.
+"""
 
 from __future__ import annotations
 
 import os
+import signal
 import socket
+import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import dagster as dg
 
@@ -14,6 +19,11 @@ PROCESS_TAG = "triplane/process"
 """Tag with the process that executes a run, and the run: host, boot:pid namespace, pid, start, run id. Dagster copies
 the tags of a run to its repetition, which another process executes. Earlier versions wrote no pid namespace.
 """
+
+TOLD_TAG = "triplane/told_to_end"
+"""Tag of a canceled run whose process `end_dead_runs` has told to end: the id of the run."""
+PATIENCE_S = 20.0
+"""Time for the process of a canceled run to end by itself, in seconds."""
 
 _UNFINISHED = [
     dg.DagsterRunStatus.NOT_STARTED,
@@ -40,19 +50,24 @@ def process_tag(run_id: str) -> dict[str, str]:
 
 def is_dead(name: str) -> bool:
     """Whether the process of a `process_name` is known to have ended; False if it ran where this process can't look."""
+    return _lives(name) is False
+
+
+def _lives(name: str) -> bool | None:
+    """Whether the process of a `process_name` lives; None if it runs where this process can't look."""
     here, parts = process_name(os.getpid()), name.split("/")
     if here is None or len(parts) != len(here.split("/")) or parts[0] != here.split("/")[0]:
-        return False
+        return None
     boot, _, namespace = parts[1].partition(":")
     own_boot, _, own_namespace = here.split("/")[1].partition(":")
     if boot != own_boot:
-        return True
+        return False
     if namespace and namespace != own_namespace:
-        return False
+        return None
     try:
-        return start_of(int(parts[2])) != parts[3]
+        return start_of(int(parts[2])) == parts[3]
     except (OSError, ValueError):
-        return False
+        return None
 
 
 def end_dead_runs(instance: dg.DagsterInstance) -> list[str]:
@@ -62,11 +77,19 @@ def end_dead_runs(instance: dg.DagsterInstance) -> list[str]:
 
     A run of the UI is marked as failed, so that `run_retries` launches it again. A run of the command line is marked as
     canceled, since whoever gave the command repeats it, and so is one that somebody was terminating.
+
+    The process of one that somebody is terminating, and that works on, is told to end: a code server that was started
+    again does not know the runs of the one before.
     """
     ended = []
-    for run in instance.get_runs(dg.RunsFilter(statuses=_UNFINISHED)):
+    for record in instance.get_run_records(dg.RunsFilter(statuses=_UNFINISHED)):
+        run, waits_s = record.dagster_run, time.time() - record.update_timestamp.timestamp()
         name, _, executed = run.tags.get(PROCESS_TAG, "").rpartition("/")
-        if executed == run.run_id and is_dead(name):
+        if executed != run.run_id:
+            continue
+        if run.status is dg.DagsterRunStatus.CANCELING and waits_s > PATIENCE_S and _lives(name):
+            _tell_to_end(instance, run, int(name.split("/")[2]))
+        elif is_dead(name):
             why = "The process died. Committed work is kept; the next run continues from it."
             if run.remote_job_origin is None or run.status is dg.DagsterRunStatus.CANCELING:
                 instance.report_run_canceled(run, why)
@@ -74,6 +97,14 @@ def end_dead_runs(instance: dg.DagsterInstance) -> list[str]:
                 instance.report_run_failed(run, why)
             ended.append(run.run_id)
     return [*ended, *_end_lost_starts(instance)]
+
+
+def _tell_to_end(instance: dg.DagsterInstance, run: dg.DagsterRun, pid: int) -> None:
+    """Send SIGTERM to the process of a run, once: a second signal would disturb its cleaning up."""
+    if run.tags.get(TOLD_TAG) != run.run_id:
+        instance.add_run_tags(run.run_id, {TOLD_TAG: run.run_id})
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
 
 
 def _end_lost_starts(instance: dg.DagsterInstance) -> list[str]:

@@ -79,6 +79,20 @@ def load_folder(folder: Path) -> Loaded:
     return Loaded(used, tuple(BrokenFile(path, broken[path]) for path in sorted(broken)))
 
 
+def why_missing(name: str) -> str:
+    """Why a run that starts now would not find this experiment, since it reads the files again; empty: it would.
+
+    Raises ExperimentError if there is no folder.
+    """
+    folder = experiments_folder()
+    loaded = load_folder(folder)
+    if any(each.name == name for each in loaded.experiments):
+        return ""
+    broken = [each for each in loaded.broken if each.path.stem == name] or loaded.broken
+    said = "; ".join(str(each.error) for each in broken) or f"no file in {folder} holds it"
+    return f"{name} can't be loaded: {said}"
+
+
 def experiments_digest(folder: Path) -> str:
     """Digest of the experiments of a folder, and of its files that can't be used."""
     loaded = load_folder(folder)

@@ -18,6 +18,7 @@ from ops.iteration_keys import iteration_key, next_iteration
 from resources.experiment import Experiment
 from resources.refs import has_ref
 from triplane_dagster.dead_runs import end_dead_runs
+from triplane_dagster.experiment_files import why_missing
 from triplane_dagster.iterations import decision_of, is_complete, may_continue
 from triplane_dagster.jobs import (
     EXPERIMENT_TAG,
@@ -50,7 +51,9 @@ def continue_sequence(experiment: Experiment, jobs: Sequence[UnresolvedAssetJobD
         limit_pools(context.instance, [experiment])
         end_dead_runs(context.instance)
         fail_again(context.instance)
-        return next_request(context.instance, open_store(), experiment)
+        found = next_request(context.instance, open_store(), experiment)
+        fault = why_missing(experiment.name) if isinstance(found, dg.SensorResult) else ""
+        return dg.SkipReason(fault) if fault else found
 
     return sensor
 
@@ -158,9 +161,12 @@ def _request(
     for run in instance.get_runs(dg.RunsFilter(job_name=job, tags={**tags, **place}), limit=1):
         if not run.is_finished:
             return _not_ended(run)
+        if key is not None and not instance.has_dynamic_partition(experiment.name, key):
+            instance.add_dynamic_partitions(experiment.name, [key])  # deleted meanwhile: every re-execution would fail
         return (
             f"run {run.run_id} of {key or 'the base'} ended as {run.status.value.lower()}: correct the cause and"
-            f" re-execute it; {'the sequence' if key is None else f'once {key} has a decision the sequence'} continues"
+            f" re-execute it; {'the sequence' if key is None else f'once {key} has decision and report, the sequence'}"
+            " continues"
         )
     config = {}
     if number == target.first and job != half_job_name(experiment, "learn"):

@@ -97,7 +97,7 @@ def how_to_end(experiment: Experiment, target: Target) -> str:
     if target.by == "dagster":
         one = target.count == 1
         asked = f"{target} {'is' if one else 'are'} under way ({target.reason})"
-        finish = f"wait for {'it' if one else 'them'}, or "
+        finish = f"wait for {'it' if one else 'them'} (see the sensor {experiment.name}_sequence), or "
     return f"{asked}: {finish}launch {experiment.name}_train with iterations: 0 to end that request"
 
 

@@ -5,10 +5,12 @@ from datetime import datetime
 import dagster as dg
 from pydantic import Field
 
+from resources.errors import TargetRefused
 from resources.experiment import Experiment
 from resources.store import StoreResource
 from resources.training_launcher import require_launchable
 from triplane_dagster.jobs import exclusive_tags, job_op, launched_unix
+from triplane_dagster.lost_retries import RETRY_TAG
 from triplane_dagster.targets import end_target, request_target, unfinished_target
 
 NIGHT_TAG = "triplane/night"
@@ -80,6 +82,7 @@ def train_job(experiment: Experiment) -> dg.JobDefinition:
             context.log.info(f"ended: {unfinished}")
             return
         require_launchable(experiment)
+        repeats = context.run.get_root_run_id() is not None
         target = request_target(
             opened,
             experiment,
@@ -90,8 +93,18 @@ def train_job(experiment: Experiment) -> dg.JobDefinition:
             deadline_unix=None if config.max_hours is None else _began_unix(context) + 3600 * config.max_hours,
             night=context.run.tags.get(NIGHT_TAG),
             asked_unix=launched_unix(context),
-            repeats=context.run.get_root_run_id() is not None,
+            repeats=repeats,
         )
+        if repeats and unfinished_target(opened, experiment) != target:
+            over = (
+                f"{target} {'was' if target.count == 1 else 'were'} asked for by the run that this one repeats, and"
+                f" ended ({target.ended or 'another request followed'}): launch {train_job_name(experiment)} anew for"
+                " more"
+            )
+            if RETRY_TAG not in context.run.tags:  # a person repeats it, and not Dagster after a kill
+                raise TargetRefused(f"{experiment.name}: {over}")
+            context.log.info(over)
+            return
         context.log.info(f"{experiment.name}_sequence runs {target}, one at a time")
 
     @dg.job(

@@ -6,16 +6,15 @@ import multiprocessing
 import os
 import signal
 import sys
-import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing.connection import wait
 from pathlib import Path
 
 import pyarrow as pa
 
 from contracts.errors import InfraFault
+from contracts.parents import end_with_parent
 from curation.pipeline.rows import Step, Tally, Work, run_steps, work_of
 from curation.pipeline.selections import keys_of
 
@@ -76,7 +75,7 @@ def _begin(steps: list[Step], folder: str, path: list[str], environment: dict[st
     sys.path[:] = list(dict.fromkeys(path))
     os.environ.clear()
     os.environ.update(environment)  # the forked process has that of the first run
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    end_with_parent()
     pa.set_cpu_count(1)
     for step in steps:
         needs = step.stage.kind in ("sql", "where", "map", "sample")
@@ -91,10 +90,3 @@ def _run(numbers: list[int], data: bytes) -> tuple[bytes, Tally]:
 
 def _keys(number: int, data: bytes) -> tuple[bytes, Tally]:
     return packed(keys_of(_steps[number][0], unpacked((data, Tally()))[0])), Tally()
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None, "this process was started by another"
-    wait([parent.sentinel])
-    os._exit(1)

@@ -64,9 +64,10 @@ def decide(
     write_ref(store, experiment.name, "report", iteration, commit(store, "report", key).ref)
 
 
-def pin(experiment: Experiment, instance: dg.DagsterInstance, iteration: str) -> None:
+def pin(experiment: Experiment, instance: dg.DagsterInstance, iteration: str | None) -> None:
     """Materialize iteration_inputs of $TRIPLANE_STORE as the UI does; raises what its step raises."""
-    instance.add_dynamic_partitions(experiment.name, [iteration])
+    if iteration is not None:
+        instance.add_dynamic_partitions(experiment.name, [iteration])
     job = definitions_for([experiment]).resolve_job_def(iteration_job_name(experiment))
     wanted = [key_of(experiment, "iteration_inputs")]
     job.execute_in_process(instance=instance, partition_key=iteration, asset_selection=wanted)

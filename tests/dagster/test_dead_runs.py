@@ -9,8 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import dagster as dg
+import pytest
 
 from contracts.processes import start_of
+from triplane_dagster import dead_runs
 from triplane_dagster.dead_runs import PROCESS_TAG, end_dead_runs, process_name
 
 SLEEPER = """
@@ -59,6 +61,21 @@ def test_a_killed_run_is_canceled_and_a_living_one_is_not(tmp_path: Path) -> Non
         (run,) = instance.get_runs()
         assert run.tags[PROCESS_TAG].split("/")[2] == str(child.pid)
         assert end_dead_runs(instance) == [run.run_id]
+        assert instance.get_runs()[0].status is dg.DagsterRunStatus.CANCELED
+
+
+def test_a_process_that_no_code_server_ends_is_told_to_once_somebody_terminates_its_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_id = str(uuid.uuid4())
+    with sleeping(tmp_path, run_id, run_id) as child, dg.DagsterInstance.local_temp(str(tmp_path)) as instance:
+        (run,) = instance.get_runs()
+        instance.report_run_canceling(run)
+        assert end_dead_runs(instance) == [] and child.poll() is None, "the code server may have passed it on"
+        monkeypatch.setattr(dead_runs, "PATIENCE_S", 0.0)
+        for _ in range(2):
+            assert end_dead_runs(instance) == []
+        child.wait(30)
         assert instance.get_runs()[0].status is dg.DagsterRunStatus.CANCELED
 
 

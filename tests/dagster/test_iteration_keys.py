@@ -78,6 +78,12 @@ def test_a_wrong_key_is_refused_before_anything_is_written(
 
 
 @pytest.mark.parametrize("store", ["local"], indirect=True)
+def test_a_run_without_a_partition_is_refused(store: Store, tiny: Experiment, instance: dg.DagsterInstance) -> None:
+    with pytest.raises(IterationRefused, match=r"tiny/iteration_inputs was launched without a partition.* 0001$"):
+        pin(tiny, instance, None)
+
+
+@pytest.mark.parametrize("store", ["local"], indirect=True)
 def test_a_decided_iteration_and_the_next_may_run(store: Store, tiny: Experiment, instance: dg.DagsterInstance) -> None:
     for key in ("0001", "0000", "0001"):
         pin(tiny, instance, key)

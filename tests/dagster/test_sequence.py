@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from zoneinfo import ZoneInfo
 
 import dagster as dg
 import pytest
@@ -24,6 +25,7 @@ from resources.refs import remove_ref, write_ref
 from triplane_dagster.assembly import definitions_for
 from triplane_dagster.cli.iterate import warn_of_other_request
 from triplane_dagster.jobs import EXPERIMENT_TAG, base_job_name, iteration_job_name
+from triplane_dagster.lost_retries import RETRY_TAG
 from triplane_dagster.pools import limit_pools
 from triplane_dagster.schedules import night_request, nightly
 from triplane_dagster.sensors import next_request
@@ -199,9 +201,33 @@ def test_a_failed_run_stops_the_sequence_until_its_iteration_is_made(desk: Desk,
     failed = desk.launch(request, status)
     for _ in range(2):
         said = str(desk.tick())
-        assert failed.run_id in said and "once 0001 has a decision the sequence continues" in said
+        assert failed.run_id in said and "once 0001 has decision and report, the sequence continues" in said
+        assert desk.instance.get_dynamic_partitions("tiny") == ["0001"], "whoever deleted it"
     decide(desk.store, desk.experiment, "0001")
     assert [desk.serve(), desk.serve()] == ["0002", None]
+
+
+def test_no_run_is_requested_while_the_experiments_file_cannot_be_loaded(
+    desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would read the file, and fail as often as Dagster launches it again."""
+    monkeypatch.setenv("TRIPLANE_EXPERIMENTS", str(tmp_path))
+    desk.train(iterations=1)
+    sensor = desk.definitions.get_repository_def().get_sensor_def("tiny_sequence")
+
+    def tick() -> Any:
+        return sensor(dg.build_sensor_context(instance=desk.instance))
+
+    file = tmp_path / "tiny.yaml"
+    for text, said in (
+        ("name: tiny\nseed: many\n", f"tiny can't be loaded: experiment {file}: seed = 'many'"),
+        ("name: other\n", f"tiny can't be loaded: no file in {tmp_path} holds it"),
+    ):
+        file.write_text(text)
+        answer = tick()
+        assert isinstance(answer, dg.SkipReason) and (answer.skip_message or "").startswith(said)
+    file.write_text(TINY.read_text())
+    assert [each.partition_key for each in tick().run_requests] == ["0000"]
 
 
 def test_a_refusal_ends_the_sequence_if_the_experiment_says_stop(desk: Desk) -> None:
@@ -319,12 +345,25 @@ def test_only_the_first_iteration_starts_from_the_named_policy(desk: Desk) -> No
 
 def test_a_second_request_is_refused_and_zero_iterations_end_the_first(desk: Desk) -> None:
     desk.train(iterations=3, reason="the first")
-    with pytest.raises(TargetRefused, match=r"0000 to 0002 are under way \(the first\).*tiny_train with iterations: 0"):
+    with pytest.raises(TargetRefused, match=r"0000 to 0002 are under way \(the first\).*tiny_sequence.*iterations: 0"):
         desk.train(iterations=1)
     desk.train(iterations=0, reason="enough")
     assert "ended: ended by hand (enough)" in str(desk.tick())
     desk.train(iterations=1)
     assert [desk.serve(), desk.serve()] == ["0000", None]
+
+
+def test_a_request_that_a_person_repeats_after_its_end_is_refused(desk: Desk) -> None:
+    """It asks for nothing; a repetition by Dagster, after a kill, ends in peace."""
+    asked = desk.train(iterations=1)
+    assert desk.serve() == "0000"
+    job, tags = desk.definitions.resolve_job_def("tiny_train"), {ROOT_RUN_ID_TAG: asked, PARENT_RUN_ID_TAG: asked}
+    assert job.execute_in_process(instance=desk.instance, tags=tags).success, "it has not ended"
+    desk.tick()
+    with pytest.raises(TargetRefused, match=r"0000 was asked .* ended \(all of them were made\): launch tiny_train"):
+        job.execute_in_process(instance=desk.instance, tags=tags)
+    assert job.execute_in_process(instance=desk.instance, tags={**tags, RETRY_TAG: "1"}).success
+    assert desk.serve() is None
 
 
 def test_a_request_that_waited_in_the_queue_while_another_ended_is_refused(desk: Desk) -> None:
@@ -457,6 +496,17 @@ def test_a_night_whose_time_is_over_is_skipped(desk: Desk) -> None:
     answer = night_request(planned.instance, planned.store, planned.experiment, datetime(2020, 1, 2, 2, tzinfo=UTC))
     assert isinstance(answer, dg.SkipReason)
     assert answer.skip_message == "the night of 2020-01-02T02:00:00+00:00 is over (schedule.max_hours=5)"
+
+
+def test_the_time_of_a_night_does_not_end_an_hour_early_when_the_clocks_change(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned = desk.with_(schedule=ScheduleConfig(max_hours=2))
+    at = datetime(2027, 3, 28, 1, tzinfo=ZoneInfo("Europe/Berlin"))
+    for hours, asks in ((1.9, True), (2.0, False)):
+        monkeypatch.setattr("triplane_dagster.schedules.time.time", lambda hours=hours: at.timestamp() + 3600 * hours)
+        answer = night_request(planned.instance, planned.store, planned.experiment, at)
+        assert isinstance(answer, dg.RunRequest) is asks
 
 
 def test_a_night_is_skipped_while_anything_is_under_way_and_after_a_refusal(desk: Desk) -> None:

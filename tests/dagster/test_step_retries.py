@@ -1,5 +1,9 @@
 """Faults of the infrastructure are retried, bounded; other errors end a step at once, in one process and in pods."""
 
+import os
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -7,9 +11,24 @@ import dagster as dg
 import pytest
 
 from contracts.errors import ConfigError, InfraFault, StoreUnreachable
+from contracts.processes import start_of
 from ops import retries
 from ops.retries import RETRIES, bounded, step_retries, steps_in_one_process
 from resources.errors import EvaluationIncomplete
+
+RUN_OF_A_STEP = """
+import multiprocessing, os, time
+from ops.retries import bounded
+
+@bounded
+def step(context):
+    print(os.getpid(), flush=True)
+    time.sleep(60)
+
+child = multiprocessing.get_context("fork").Process(target=step, args=(None,))
+child.start()
+child.join()
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -122,3 +141,20 @@ def test_ops_that_yield_are_bounded_as_well() -> None:
         plan().map(use)
 
     assert job.execute_in_process().output_for_node("use") == {"one": 1} and len(calls) == 2
+
+
+def test_a_process_of_a_step_ends_when_that_of_its_run_is_killed() -> None:
+    run = subprocess.Popen(
+        [sys.executable, "-c", RUN_OF_A_STEP],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "TRIPLANE_EXECUTOR": "multiprocess"},
+    )
+    assert run.stdout is not None
+    step = int(run.stdout.readline())
+    run.kill()
+    run.wait()
+    deadline = time.monotonic() + 10
+    while start_of(step) is not None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    run.stdout.close()
+    assert start_of(step) is None
