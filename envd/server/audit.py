@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from contracts.rpc import caller
+from envd.errors import EnvdError
 from envd.server.audit_file import AuditFile, last_number_of
 
 Kind = Literal[
@@ -138,6 +139,8 @@ class AuditLog:
         """Whether the trail of calls is enabled."""
         self._number, self._files, self._key = 0, tuple[AuditFile, ...](), key
         if path is not None:
+            if not path.name:
+                raise EnvdError("the audit log can't be written: its path names no file")
             trail = path.with_name(path.name + ".calls")
             with contextlib.ExitStack() as opened:
                 for each in (path, trail) if calls else (path,):
