@@ -42,13 +42,20 @@ def main(arguments: list[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, ask)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    guard = os.getpid()
+
+    def end_with_guard() -> None:
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != guard:  # killed before the line above
+            os.kill(os.getpid(), signal.SIGKILL)
+
     # code between fork and exec is safe, since this process has one thread
     server = subprocess.Popen(
         arguments[4:],
         stdin=subprocess.DEVNULL,
         start_new_session=True,
-        env={**os.environ, "TRIPLANE_SERVER_GUARD": str(os.getpid())},
-        preexec_fn=lambda: _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),
+        env={**os.environ, "TRIPLANE_SERVER_GUARD": str(guard)},
+        preexec_fn=end_with_guard,
     )
     try:
         while not asked and server.poll() is None and os.getppid() == parent and not _is_closed(sys.stdin.fileno()):

@@ -11,7 +11,7 @@ import dagster as dg
 import pytest
 from dagster._core.events import RunFailureReason
 from dagster._core.execution.retries import auto_reexecution_should_retry_run
-from dagster._core.storage.tags import PARENT_RUN_ID_TAG, ROOT_RUN_ID_TAG
+from dagster._core.storage.tags import PARENT_RUN_ID_TAG, RETRY_NUMBER_TAG, ROOT_RUN_ID_TAG
 from test_sequence import Desk, desk
 
 from triplane_dagster.targets import last_target, unfinished_target
@@ -56,7 +56,7 @@ def is_killed(desk: Desk, act: Callable[[], None], number: int, *, after: bool) 
 
 def repeat(desk: Desk, **training: Any) -> None:
     """The run that Dagster launches in place of the killed one."""
-    launch(desk, {ROOT_RUN_ID_TAG: DEAD, PARENT_RUN_ID_TAG: DEAD}, **training)
+    launch(desk, {ROOT_RUN_ID_TAG: DEAD, PARENT_RUN_ID_TAG: DEAD, RETRY_NUMBER_TAG: "1"}, **training)
 
 
 def record_of_the_killed_run(desk: Desk) -> None:

@@ -263,7 +263,8 @@ def test_key_is_asked_for(store: Store, tmp_path: Path, run: Callable[..., Weigh
     undeclared = HTTP.post(f"{server.url}/pull", content=json.dumps(body), headers=headers, timeout=60)
     assert undeclared.status_code == 400 and "content-type" in undeclared.text, "any web page may send it"
     keys.write_text("short")
-    done = subprocess.run(server.command, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=60)
+    command = [*server.command, "--listen", "127.0.0.1:0"]
+    done = subprocess.run(command, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and "at least 16 characters" in done.stderr
 
 
