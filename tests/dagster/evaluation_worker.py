@@ -5,6 +5,7 @@ ASKED: file that gets a line for every verdict that is made and not found.
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -24,6 +25,7 @@ from resources.progress import no_progress
 from resources.refs import require_ref
 from resources.sampler import SamplerResource
 from resources.sandboxes import SandboxesResource
+from resources.store import StoreResource
 
 TINY = Path(__file__).parent / "tiny.yaml"
 ONE_AT_A_TIME = ["rollouts.concurrency=1"]
@@ -63,4 +65,5 @@ def record_verdicts(asked: Path) -> None:
 
 if __name__ == "__main__":
     record_verdicts(Path(sys.argv[2]))
-    play_base(load_experiment(TINY, ONE_AT_A_TIME), open_store(sys.argv[1]))
+    os.environ["TRIPLANE_STORE"] = sys.argv[1]
+    play_base(load_experiment(TINY, ONE_AT_A_TIME), StoreResource().open())

@@ -193,7 +193,7 @@ def test_chats_of_a_data_pipeline_are_trained_on_and_named_in_the_lineage(world:
     first = record({"kind": "where", "predicate": "task_id <> 'two'"})
     made = world.run(experiment("data:talks"))
     chats = open_artifact(world.store, made.manifest.parents["mixture own"])
-    assert chats.manifest.parents["data"] == first.ref and chats.meta["train"] == 3
+    assert chats.manifest.parents["data"] == first.ref and chats.meta["train"] + chats.meta["validation"] == 3
     record()
     assert world.planned(experiment("data:talks@1")) == (made.ref.key, "found")
     assert world.planned(experiment("data:talks"))[1] == "will run"
