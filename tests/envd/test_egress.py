@@ -167,15 +167,13 @@ def test_the_networks_of_such_sandboxes_are_not_used_again(run_dir: Path) -> Non
         await box.destroy()
         return network
 
-    async def job(backend: NamespacesBackend) -> list[str]:
+    async def job(backend: NamespacesBackend) -> tuple[list[str], str, str]:
         require_limits(backend.features.limits_enforced, "memory")  # nothing is used again without control groups
-        return [
-            await networks(backend),
-            await networks(backend),
-            await networks(backend, (NetworkRule("127.0.0.1"),)),
-            await networks(backend),
-        ]
+        usual: list[str] = []
+        while len(usual) < 20 and len(set(usual)) == len(usual):  # on a busy machine one may be put back too late
+            usual.append(await networks(backend))
+        return usual, await networks(backend, (NetworkRule("127.0.0.1"),)), await networks(backend)
 
-    first, second, proxied, after = with_namespaces(run_dir, job, pool=1)
-    assert first == second  # else nothing is used again here at all
+    usual, proxied, after = with_namespaces(run_dir, job, pool=1)
+    assert len(set(usual)) < len(usual)  # else nothing is used again here at all
     assert after != proxied
