@@ -60,6 +60,13 @@ class NameUnresolved(InfraFault):
     """A DNS name of servers has no address at the moment."""
 
 
+def first_error(error: BaseException) -> BaseException:
+    """The first error of nested groups; another error itself."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
 def describe(error: OSError) -> str:
     """One line for an unexpected system error: the failure, the thing, and the fix."""
     said = error.strerror or (os.strerror(error.errno) if error.errno else str(error))

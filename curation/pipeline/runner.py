@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 
 from contracts.artifacts import Artifact, ArtifactWriter, find_artifact
 from contracts.digests import digest_of, table_digest
-from contracts.errors import StoreError
+from contracts.errors import StoreError, first_error
 from contracts.failpoints import failpoint
 from contracts.parts import Parts
 from contracts.store import Store
@@ -51,7 +51,7 @@ def run_pipeline(plan: Plan, store: Store, report: Report = lambda phase, done, 
         return found
     steps = [step for segment in plan.segments for step in segment.steps]
     if "?" in str(store.scratch) and any(segment.kind == KEPT_ROWS for segment in plan.segments):
-        # where selections keep keys: DuckDB puts `.wal` before the ? of a database's path
+        # selections keep keys in a DuckDB file, and DuckDB writes the log of such a path to another place
         raise PipelineError(f"{store.scratch} has a ? in its path: use a store, or $TRIPLANE_CACHE, in another folder")
     workers = Workers(steps, plan.folder, plan.workers)
     try:
@@ -198,7 +198,7 @@ class _Run:
                     else:
                         group.create_task(one(name, batch))
         except BaseExceptionGroup as errors:
-            raise _first(errors) from None
+            raise first_error(errors) from None
         finally:
             for each in requests.values():
                 await each.close()
@@ -382,9 +382,3 @@ class _Watch:
         self._rows += rows
         seconds = max(1e-3, time.monotonic() - self._begin)
         self._report(self._phase, self._rows, self._total, self._rows / seconds)
-
-
-def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first error of nested groups."""
-    found = errors.exceptions[0]
-    return _first(found) if isinstance(found, BaseExceptionGroup) else found

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from contracts.errors import InfraFault
+from contracts.errors import InfraFault, first_error
 from contracts.retries import backoff_s
 from curation.endpoint import Endpoint
 from curation.errors import CurationError, RequestRefused
@@ -81,7 +81,7 @@ class EndpointClient:
                     return self._answer(url, response, read)
                 fault, asked = f"HTTP {response.status_code}", _retry_after(response)
             except (httpx.InvalidURL, ExceptionGroup) as error:
-                why = error.exceptions[0] if isinstance(error, ExceptionGroup) else error  # a port above 65535
+                why = first_error(error)  # a group: of a port above 65535
                 raise CurationError(f"{self._who}: {url} is not a URL ({why}): correct endpoint.url") from None
             except (httpx.TimeoutException, TimeoutError):
                 fault, asked = f"no answer within {self._endpoint.timeout_s:g} s", 0.0

@@ -15,7 +15,7 @@ from typing import Any, NoReturn, TypeVar
 import grpc
 from google.protobuf.message import Message
 
-from contracts.errors import describe
+from contracts.errors import describe, first_error
 from contracts.rpc.connecting import ERROR_NAME
 from envd import errors
 from envd.connection import ERROR_NUMBER, IDEMPOTENCY_KEY, SANDBOX_TOKEN
@@ -100,7 +100,9 @@ def unary(method: Callable[[Any, Any, Context], Awaitable[T]]) -> Callable[[Any,
             known = group.subgroup((errors.EnvdError, OSError))
             if known is None:
                 raise
-            await abort(service, request, context, _first(known))
+            first = first_error(known)
+            assert isinstance(first, Exception)
+            await abort(service, request, context, first)
 
     return answer
 
@@ -149,13 +151,6 @@ async def abort(service: Service, request: Any, context: Context, error: Excepti
     trailing = ((ERROR_NAME, type(error).__name__), (ERROR_NUMBER, str(number)))
     await context.abort(code, str(error)[:_MAX_WORDS], trailing)
     raise error
-
-
-def _first(error: BaseException) -> Exception:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    assert isinstance(error, Exception)
-    return error
 
 
 def code_of(error: Exception) -> grpc.StatusCode:

@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 
+from contracts.errors import first_error
 from contracts.retries import backoff_s
 from contracts.tracing import carrier
 from inference.engines.config import CONNECTIONS, RETRIES, TIMEOUT_S
@@ -111,7 +112,7 @@ class JsonClient:
                     ) from error
                 await asyncio.sleep(backoff_s(attempt + 1, FIRST_PAUSE_S))
             except (httpx.UnsupportedProtocol, httpx.InvalidURL, ExceptionGroup) as error:
-                why = error.exceptions[0] if isinstance(error, ExceptionGroup) else error  # a port above 65535
+                why = first_error(error)  # a group: of a port above 65535
                 raise EngineError(f"{url} is not the address of an engine ({why}): write http://host:port/v1") from None
             except httpx.TimeoutException as error:
                 raise EngineUnreachable(f"{url} timed out ({type(error).__name__}): raise timeout_s") from error

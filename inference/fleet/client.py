@@ -9,6 +9,7 @@ from urllib.parse import quote
 
 import httpx
 
+from contracts.errors import first_error
 from contracts.rpc import connecting
 from inference.errors import FleetError
 from inference.fleet.face import KEY_VARIABLE
@@ -91,7 +92,8 @@ class FleetClient:
         try:
             reply = await self._http.request(method, f"{self.router}{path}", json=body)
         except (httpx.HTTPError, httpx.InvalidURL, ExceptionGroup) as error:
-            why = error.exceptions[0] if isinstance(error, ExceptionGroup) else type(error).__name__  # port above 65535
+            # a group: of a port above 65535
+            why = first_error(error) if isinstance(error, ExceptionGroup) else type(error).__name__
             raise FleetError(
                 f"the router {self.router} can't be reached ({why}): start it, or correct --router"
             ) from None
