@@ -9,7 +9,7 @@ from multiprocessing.connection import wait
 
 
 def end_with_parent() -> None:
-    """End this process at once when the one that started it has ended, however it did."""
+    """End this process at once when its parent has ended, for whatever reason."""
     parent = multiprocessing.parent_process()
     assert parent is not None, "this process was started by another"
     threading.Thread(target=_end_after, args=(parent.sentinel,), name="lifetime", daemon=True).start()

@@ -366,7 +366,7 @@ class Verifier:
             second = await asyncio.to_thread(find_cheating, checks, again.observed, again.decoys)
             found.repeated.extend(again.repeated)
             late = late or _is_late(again.observed)
-            # a decoy that times out is not passed, so what decoys show depends on no clock
+            # a decoy that times out does not pass, so findings of decoys do not depend on time
             lasting = {each.name for each in second.findings if each.kind == "decoy" or not late}
             evidence = Evidence(
                 tuple(each for each in evidence.findings if each.name in lasting)

@@ -69,7 +69,7 @@ def _chosen(executor: str) -> bool:
 
 @functools.cache
 def _end_with_run() -> None:
-    """End this process with the run's, which started it; with that of a run in one process, e.g. of a test, nothing."""
+    """End this process with that of its run. Does nothing where steps run in the run's own process, as in tests."""
     if multiprocessing.parent_process() is not None:
         end_with_parent()
 

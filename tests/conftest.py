@@ -10,6 +10,7 @@ from collections.abc import Generator
 import pytest
 from _pytest.assertion import rewrite
 
+from envd.sandbox import equality
 from tests.needs import SUITES, report
 from tests.triton_interpreter import InterpretedTriton
 
@@ -18,9 +19,9 @@ _ENDING = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM)
 
 def pytest_configure(config: pytest.Config) -> None:
     """Prepare this process for what tests import and start."""
-    # The verifier's runner, which some tests import, guards the assertions that pytest compiles after it, and stores no
-    # byte code: not those of these tests.
-    rewrite._envd_guard = None  # type: ignore[attr-defined]
+    # envd's test runner, which some tests import, would change how pytest compiles these tests, and store no byte code.
+    # It does so once in a process, unless this attribute exists.
+    setattr(rewrite, equality._GUARD, None)
     # A shell may start tests with signals ignored (nohup, a job in the background); what tests start and end would
     # ignore them too.
     for number in _ENDING:

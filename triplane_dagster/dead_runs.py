@@ -1,5 +1,5 @@
-"""Find runs whose process was killed: Dagster shows them as running and counts them against the run limit. Also those
-that Dagster would show as canceled while their process works.
+"""Find runs whose process was killed: Dagster shows them as running and counts them against the run limit. Also end the
+processes of runs that Dagster would show as canceled while they work.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ the tags of a run to its repetition, which another process executes. Earlier ver
 """
 
 TOLD_TAG = "triplane/told_to_end"
-"""Tag of a canceled run whose process `end_dead_runs` has told to end: the id of the run."""
+"""Tag of a run to whose process `end_dead_runs` has sent SIGTERM. Its value is the id of the run."""
 PATIENCE_S = 20.0
 """Time for the process of a canceled run to end by itself, in seconds."""
 

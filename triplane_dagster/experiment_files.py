@@ -80,7 +80,7 @@ def load_folder(folder: Path) -> Loaded:
 
 
 def why_missing(name: str) -> str:
-    """Why a run that starts now would not find this experiment, since it reads the files again; empty: it would.
+    """Why a run that starts now, and reads the files again, could not load this experiment; empty if it could.
 
     Raises ExperimentError if there is no folder.
     """

@@ -42,7 +42,7 @@ def night_request(
 ) -> dg.RunRequest | dg.SkipReason:
     """Request for the run of `NAME_train`, or why there is none tonight."""
     plan, train = experiment.schedule or ScheduleConfig(), train_job_name(experiment)
-    # timestamps: times of one time zone are added up without the changes of its clocks
+    # timestamps: adding hours to a local time ignores a change to summer time in between
     if plan.max_hours is not None and at.timestamp() + 3600 * plan.max_hours <= time.time():
         return dg.SkipReason(f"the night of {at.isoformat()} is over (schedule.max_hours={plan.max_hours:g})")
     target = unfinished_target(store, experiment)

@@ -23,7 +23,7 @@ _steps: list[tuple[Step, Work | None]] = []
 
 
 class Workers:
-    """Processes that start with the first batch, as forks of one that has imported what they need."""
+    """Processes that start with the first batch. They are forked from one that has imported their modules."""
 
     def __init__(self, steps: Sequence[Step], folder: Path, count: int) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -74,7 +74,7 @@ def _begin(steps: list[Step], folder: str, path: list[str], environment: dict[st
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to every process; the parent ends this one
     sys.path[:] = list(dict.fromkeys(path))
     os.environ.clear()
-    os.environ.update(environment)  # the forked process has that of the first run
+    os.environ.update(environment)  # the process that this one was forked from has that of the first run
     end_with_parent()
     pa.set_cpu_count(1)
     for step in steps:

@@ -15,7 +15,7 @@ from curation.errors import RewardsMismatch
 
 _SPEAKERS = {TokenRole.PROMPT: "prompt", TokenRole.POLICY: "agent"}
 _SPOKEN = re.compile(r"(?<![^\n\r\v\f\x85\u2028\u2029])(?=(prompt|agent|environment):)", re.IGNORECASE)
-"""Place in a run's text where a line begins as another run would."""
+"""Start of a line that looks like the beginning of another run."""
 
 
 class Transcripts:
@@ -63,8 +63,8 @@ def parts_of(episode: Mapping[str, Any], task: Task, transcripts: Transcripts, w
 
 
 def _run(view: Mapping[str, Any]) -> str:
-    """Text of a run without turn markers, under its role. An agent may write what its tools would have answered, so
-    what looks like the beginning of another run gets a blank before it.
+    """Role of a run, and its text without turn markers. An agent could imitate the answers of its tools, so a line that
+    begins like a run gets a blank before it.
     """
     text = view["text"].replace(TURN_START, "").replace(TURN_END, "").strip()
     said = text if view["role"] == TokenRole.PROMPT else _SPOKEN.sub(" ", text)

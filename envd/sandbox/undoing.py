@@ -130,14 +130,14 @@ def _could_be_hidden(path: PurePosixPath, hidden: Mapping[str, bytes], named: Co
 
 
 def _says(path: str, content: bytes, module: str) -> bool:
-    """Whether a file imports a module by this full name, or has a text with it."""
+    """Whether a file imports a module by this full name, or contains the name in a string."""
     said = re.compile(rf"(?<![\w.]){re.escape(module)}\b")
     return any(map(said.search, _texts(path, content)))
 
 
 @lru_cache(256)
 def _texts(path: str, content: bytes) -> tuple[str, ...]:
-    """Full names that a file imports, and its texts but comments and docstrings; all of a file that is not Python."""
+    """Full names that a Python file imports, and its strings except docstrings; all text of any other file."""
     try:
         tree = ast.parse(content)
     except (SyntaxError, ValueError, RecursionError):

@@ -126,7 +126,7 @@ _WHOLE = (
     "unittest.case:_AssertRaisesContext",
     "operator",
     "json",
-    # tests compute expectations by them
+    # tests compute expected values with them
     "copy",
     "functools",
     "hashlib",

@@ -146,7 +146,7 @@ async def serve(options: Options, *, on_death: Callable[[], None] = lambda: None
         audit = AuditLog(options.audit_log, calls=options.audit_calls, key=audit_key)
         stack.callback(audit.close)
         if os.geteuid() == 0:
-            os.umask(0o022)  # sandboxes are of another user, who must read their templates; the log keeps its mode
+            os.umask(0o022)  # sandboxes run as another user, who must read templates; the log is open already
         run_dir = await stack.enter_async_context(_run_directory(options.state_dir))
         quotas = Quotas(rules.quotas, audit)
         templates = Templates(run_dir / "templates", linux.sandbox_owner(), quotas)

@@ -28,7 +28,7 @@ _GIT_ENV = {f"GIT_{role}_{key}": value for role in ("AUTHOR", "COMMITTER") for k
     "GIT_CONFIG_VALUE_0": "false",
 }
 _AS_THEY_ARE = b"* -text -ident -filter -working-tree-encoding\n"
-"""Attributes that take precedence over the tree's, by which git would change files, or refuse some."""
+"""Attributes that override those of the tree, with which git would change files or refuse some."""
 _BLOCK, _REPOSITORY = 4096, 64 * 1024
 """Block size of a file system, and the size of an empty git repository, in bytes."""
 

@@ -46,7 +46,7 @@ def main(arguments: list[str]) -> int:
 
     def end_with_guard() -> None:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != guard:  # killed before the line above
+        if os.getppid() != guard:  # it was killed before the request
             os.kill(os.getpid(), signal.SIGKILL)
 
     # code between fork and exec is safe, since this process has one thread

@@ -210,7 +210,7 @@ def test_a_failed_run_stops_the_sequence_until_its_iteration_is_made(desk: Desk,
 def test_no_run_is_requested_while_the_experiments_file_cannot_be_loaded(
     desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It would read the file, and fail as often as Dagster launches it again."""
+    """Such a run would read the broken file and fail, as would each retry."""
     monkeypatch.setenv("TRIPLANE_EXPERIMENTS", str(tmp_path))
     desk.train(iterations=1)
     sensor = desk.definitions.get_repository_def().get_sensor_def("tiny_sequence")
@@ -354,7 +354,7 @@ def test_a_second_request_is_refused_and_zero_iterations_end_the_first(desk: Des
 
 
 def test_a_request_that_a_person_repeats_after_its_end_is_refused(desk: Desk) -> None:
-    """It asks for nothing; a repetition by Dagster, after a kill, ends in peace."""
+    """It requests nothing. A retry by Dagster after a kill succeeds, and requests nothing either."""
     asked = desk.train(iterations=1)
     assert desk.serve() == "0000"
     job, tags = desk.definitions.resolve_job_def("tiny_train"), {ROOT_RUN_ID_TAG: asked, PARENT_RUN_ID_TAG: asked}

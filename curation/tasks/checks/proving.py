@@ -214,7 +214,7 @@ async def _observed(
         if not made.files:
             break
         result = await run(task.hidden_files | made.files, tests)
-        if result.exit == "timed_out" and not without:  # a busy machine takes no expectation away
+        if result.exit == "timed_out" and not without:  # perhaps since the machine was busy
             result = await run(task.hidden_files | made.files, tests)
         hanging = stuck(result) if result.exit == "timed_out" else set()
         told = tuple(test for test in tests if test in hanging or test in passing(result)) if hanging else tests

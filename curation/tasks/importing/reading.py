@@ -29,7 +29,7 @@ DELIVERABLES = AliasChoices(*DELIVERABLES_KEYS)
 
 
 def _listed(value: object) -> object:
-    """The value that a text is as JSON; another value as it is."""
+    """Parse a text as JSON; return another value unchanged."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except RecursionError:
