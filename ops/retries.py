@@ -87,27 +87,26 @@ def bounded(function: Callable[..., Any]) -> Callable[..., Any]:
     """
     pods, processes = steps_are_pods(), _chosen("multiprocess")
 
-    @functools.wraps(function)
-    def calls(context: Any, *args: Any, **kwargs: Any) -> Any:
+    @contextmanager
+    def attempt(context: Any) -> Iterator[None]:
         if processes:
             _end_with_run()
         try:
             with step_span(context):
-                return function(context, *args, **kwargs)
+                yield
         except Exception as error:
             _decide(error, context.retry_number, pods)
             raise
 
     @functools.wraps(function)
+    def calls(context: Any, *args: Any, **kwargs: Any) -> Any:
+        with attempt(context):
+            return function(context, *args, **kwargs)
+
+    @functools.wraps(function)
     def yields(context: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        if processes:
-            _end_with_run()
-        try:
-            with step_span(context):
-                yield from function(context, *args, **kwargs)
-        except Exception as error:
-            _decide(error, context.retry_number, pods)
-            raise
+        with attempt(context):
+            yield from function(context, *args, **kwargs)
 
     return yields if inspect.isgeneratorfunction(function) else calls
 
