@@ -6,6 +6,7 @@ A file imports only from its own package or from a lower layer (`LAYERS`).
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -149,6 +150,7 @@ def circle_in(edges: dict[str, set[str]]) -> list[str]:
     return walk[walk.index(walk[-1]) :] if walk else []
 
 
+@functools.cache
 def import_edges() -> dict[str, set[str]]:
     listed = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
     modules = {module_of(path): ROOT / path for path in listed.splitlines() if (ROOT / path).exists()}

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from contracts.checkpoints import check_checkpoint, is_quantized
 from contracts.episodes import TokenRole, read_episodes
@@ -103,6 +102,8 @@ def test_dequantized_checkpoint_gives_transformers_the_same_logprobs(learned: La
     plain_directory.mkdir(exist_ok=True)
     save_file(plain, str(plain_directory / "model.safetensors"), metadata={"format": "pt"})
     (plain_directory / "config.json").write_text(json.dumps(config))
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM  # takes seconds
+
     reference = Qwen3MoeForCausalLM.from_pretrained(
         plain_directory, dtype=torch.float32, config=Qwen3MoeConfig(**config)
     ).eval()

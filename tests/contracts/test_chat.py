@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from tokenizers.decoders import ByteLevel
-from transformers import PreTrainedTokenizerFast
 
 from contracts.chat import (
     SPECIAL_TOKENS,
@@ -49,6 +48,8 @@ CALLS = st.builds(
 
 @pytest.mark.parametrize("spaced", [False, True])
 def test_pieces_equal_the_stored_template(spaced: bool, tmp_path: Path) -> None:
+    from transformers import PreTrainedTokenizerFast  # takes seconds, also where no test of this file runs
+
     TOKENIZER.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "chat_template.jinja").write_text(chat_template(spaced=spaced))
     chat = ChatTokenizer.from_directory(tmp_path)

@@ -273,7 +273,7 @@ def first_reason(
     return next((reason for reason in REASONS if holds[reason]), None)
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rows=rollouts(), config=configs, routed=st.booleans(), data=st.data())
 def test_kept_rows_reasons_and_group_statistics_equal_a_naive_reference(
     rows: Rows, config: DatasetConfig, routed: bool, tmp_path: Path, data: st.DataObject
@@ -317,7 +317,7 @@ def test_kept_rows_reasons_and_group_statistics_equal_a_naive_reference(
     assert counted.kept_groups == len(kept_groups) and counted.empty == (not wanted)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rows=rollouts(plain=True), config=shaping)
 def test_duplicates_and_groups_beyond_a_cap_are_those_of_a_naive_reference(
     rows: Rows, config: DatasetConfig, tmp_path: Path
@@ -327,7 +327,7 @@ def test_duplicates_and_groups_beyond_a_cap_are_those_of_a_naive_reference(
     assert found == reasons_of(rows, config, set())
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rows=rollouts(), config=configs, data=st.data())
 @pytest.mark.parametrize("kind", ["group_mean", "group_mean_std", "leave_one_out"])
 def test_advantages_are_those_over_all_believed_rewards_of_the_group(

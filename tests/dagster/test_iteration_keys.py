@@ -142,7 +142,7 @@ def test_an_iteration_with_committed_work_is_not_unpinned(
     assert store.list("") == before
 
 
-@pytest.mark.parametrize("point", ["references-removed", "manifest-removed"])
+@pytest.mark.parametrize("point", [pytest.param("references-removed", marks=pytest.mark.slow), "manifest-removed"])
 @pytest.mark.parametrize("store", ["local"], indirect=True)
 def test_an_unpin_that_is_killed_is_finished_by_the_next(
     point: str, store: Store, tiny: Experiment, instance: dg.DagsterInstance, tmp_path: Path

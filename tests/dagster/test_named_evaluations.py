@@ -216,6 +216,7 @@ def test_policy_of_an_imported_model_is_measured_in_the_layout_of_its_iterations
         assert reading_of(evaluation).slice(settings) == gate_reading(experiment).slice(experiment)
 
 
+@pytest.mark.slow
 def test_results_are_found_by_lineage_and_recall(desk: Desk) -> None:
     row = desk.json("evaluate", "tiny/base", "--split", "train", "--samples", "1")
     found = trace(desk.store, row["evaluation"])
@@ -225,6 +226,7 @@ def test_results_are_found_by_lineage_and_recall(desk: Desk) -> None:
     assert row["evaluation"] in {seen["digest"] for seen in recall(desk.store, "task", task).seen}
 
 
+@pytest.mark.slow
 def test_hugging_face_folder_is_imported_and_measured(desk: Desk) -> None:
     base = require_ref(desk.store, "tiny", "base_policy")
     folder = desk.folder / "model"
@@ -264,6 +266,7 @@ def is_ready(url: str) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_policy_at_an_endpoint_is_measured_as_in_its_own_store(desk: Desk, served: tuple[str, Path]) -> None:
     url, folder = served
     here = desk.json("evaluate", "tiny/base", "--split", "gate", "--samples", "3", "--save", "gate3")

@@ -120,6 +120,7 @@ async def check_spans(policy: Artifact, answered: list[tuple[int, Completion]]) 
     return tokens
 
 
+@pytest.mark.slow
 def test_requests_in_flight_during_swaps_say_which_policy_made_each_token(ran: World, policies: list[Artifact]) -> None:
     base, first, second = (policy.ref for policy in policies)
     name, registry = "followed", Registry(ran.store, "followed")

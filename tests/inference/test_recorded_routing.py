@@ -82,7 +82,7 @@ async def test_a_prompt_longer_than_a_chunk_is_recorded_whole(write_policy: Call
 async def test_after_a_hot_reload_positions_keep_the_experts_they_were_sampled_with(
     policy: Path, other_policy: Path
 ) -> None:
-    engine, asked = BuiltinEngine(policy, "v1", threads=1), prompts(24)
+    engine, asked = BuiltinEngine(policy, "v1", threads=1), prompts(12)
     calls = [asyncio.create_task(engine.generate(each, params(200, seed))) for seed, each in enumerate(asked)]
     await asyncio.sleep(0.1)
     await engine.load_weights(other_policy, "v2")

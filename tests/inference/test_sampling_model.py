@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from triplane_kernels.blockwise import dequantize_blockwise
 
 from contracts.checkpoints import WEIGHTS
@@ -56,6 +55,8 @@ def own_logits(directory: Path, tokens: list[list[int]]) -> list[torch.Tensor]:
 def test_logits_equal_those_of_transformers_on_the_dequantized_weights(
     write_policy: Callable[..., Path], changes: dict[str, Any]
 ) -> None:
+    from transformers import Qwen3MoeForCausalLM  # takes seconds, also where no test of this file runs
+
     directory = write_policy("policy", seed=3, **changes)
     plain = dequantize(directory)
     reference = Qwen3MoeForCausalLM.from_pretrained(plain, dtype=torch.float32, attn_implementation="eager").eval()
@@ -68,8 +69,8 @@ def test_logits_equal_those_of_transformers_on_the_dequantized_weights(
 
 
 def test_the_test_model_routes_to_different_experts(policy: Path) -> None:
-    config = Qwen3MoeConfig.from_pretrained(policy)
-    assert config.num_experts_per_tok < config.num_experts
+    config = json.loads((policy / "config.json").read_text())
+    assert config["num_experts_per_tok"] < config["num_experts"]
     first, second = own_logits(policy, [[1, 2, 3, 4], [9, 8, 7, 6]])
     assert (first - second).abs().max() > 0.1
 
