@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
 import sys
 from collections.abc import Generator
@@ -19,6 +20,8 @@ _ENDING = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM)
 
 def pytest_configure(config: pytest.Config) -> None:
     """Prepare this process for what tests import and start."""
+    # Three processes of tests share two cores: a thread of torch that spins while it waits takes them from the others.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     # envd's test runner, which some tests import, would change how pytest compiles these tests, and store no byte code.
     # It does so once in a process, unless this attribute exists.
     setattr(rewrite, equality._GUARD, None)
