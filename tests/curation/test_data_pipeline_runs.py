@@ -66,10 +66,15 @@ def wait_for(reached: Any, process: subprocess.Popen[str]) -> None:
     "point",
     [
         "data-batch-done:4",
-        "artifact-staged:2",
         *(
             pytest.param(each, marks=pytest.mark.slow)
-            for each in ("data-batch-committed:4", "artifact-staged", "before-manifest", "after-manifest:3")
+            for each in (
+                "artifact-staged:2",
+                "data-batch-committed:4",
+                "artifact-staged",
+                "before-manifest",
+                "after-manifest:3",
+            )
         ),
     ],
 )

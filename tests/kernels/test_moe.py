@@ -95,7 +95,10 @@ def test_fp8_products_keep_the_layer_and_its_gradients(way: Way) -> None:
 
 
 @pytest.mark.parametrize("way", ["interpreter", pytest.param("gpu", marks=pytest.mark.gpu)], indirect=True)
-@pytest.mark.parametrize("recipe", [BF16, Recipe(wgrad=True)], ids=["w8", "fp8"])
+@pytest.mark.parametrize(
+    "recipe",
+    [pytest.param(BF16, marks=pytest.mark.slow, id="w8"), pytest.param(Recipe(wgrad=True), id="fp8")],
+)
 def test_kernels_and_reference_compute_the_same_layer(
     way: Way, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -184,7 +184,7 @@ def groups_in(store: Path) -> list[Artifact]:
     return list(list_artifacts(LocalStore(store), "group"))
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_killed_worker_that_runs_again_gives_the_same_rollouts(
     how: signal.Signals, tmp_path: Path, envd: LocalEnvd, tokenizer: ChatTokenizer
 ) -> None:
