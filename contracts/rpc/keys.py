@@ -51,7 +51,7 @@ class KeyCheck(grpc.aio.ServerInterceptor):
         return bool(found)
 
     def _refusing(self, handler: Any, method: str) -> Any:
-        """Handler of the same kind that refuses each call."""
+        """Handler that refuses each call before any of its request, which may be long, is received."""
 
         async def one(request: Any, context: Any) -> Any:
             caller.answering(context, method)
@@ -64,5 +64,6 @@ class KeyCheck(grpc.aio.ServerInterceptor):
             await one(request, context)
             yield  # makes this an async generator
 
-        make = HANDLERS[bool(handler.request_streaming), bool(handler.response_streaming)]
+        # of a stream of requests: gRPC receives a single one before it calls its handler
+        make = HANDLERS[True, bool(handler.response_streaming)]
         return make(many if handler.response_streaming else one)
