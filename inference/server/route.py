@@ -30,6 +30,7 @@ from contracts.addresses import parse_addresses
 from contracts.errors import TriplaneError
 from contracts.rpc.connecting import read_keys
 from contracts.tracing import carrier, service
+from inference.errors import BadRequest
 from inference.fleet import events
 from inference.fleet.events import Event, Webhook
 from inference.fleet.face import FleetFace
@@ -211,6 +212,9 @@ class RouterFace:
                         return found
                     refusal = None
                     await self.fleet.refresh(url)
+            except httpx.LocalProtocolError as error:  # the client's fault: the request was not sent
+                self.fleet.finish(sent)
+                raise BadRequest(f"a header can't be passed on ({error}): correct it, or leave it out") from None
             except httpx.HTTPError as error:
                 refusal = None
                 self._failed(url, error, "a request")
@@ -225,7 +229,8 @@ class RouterFace:
         if VERSION in request.headers:  # the reply is read
             ours = {**ours, _ENCODING: "identity"}
         left_out = {name.encode() for name in (*_HOPS, *ours)}
-        headers = [(name, value) for name, value in request.headers.raw if name not in left_out]  # not all are ASCII
+        # not all are ASCII; parsers of requests keep blanks at the end, which httpx refuses to send
+        headers = [(name, value.strip()) for name, value in request.headers.raw if name not in left_out]
         headers += [(name.encode(), value.encode()) for name, value in ours.items()]
         sent = self._client.build_request("POST", f"{url}{request.url.path}", content=content, headers=headers)
         return await self._client.send(sent, stream=True)

@@ -38,6 +38,7 @@ from inference.fleet.registry import Drain, Joined, LocalRegistry
 from inference.fleet.update import Rollout, roll
 from inference.router import Namespace, Router
 from inference.server.replies import explain
+from inference.server.route import RouterFace, Routing
 from tests.ports import free_port
 from tests.vllm.fleet_servers import until
 
@@ -409,6 +410,36 @@ async def test_a_body_that_any_web_page_may_send_changes_no_fleet() -> None:
             headers = {"content-type": "Application/JSON; charset=utf-8"}
             assert (await client.post("/fleet/join", content=joined, headers=headers)).is_success
             assert "http://203.0.113.9:8000" in found.fleet.replicas
+
+
+@asynccontextmanager
+async def routing() -> AsyncIterator[tuple[RouterFace, httpx.AsyncClient]]:
+    """The face of a router with one server, and a client of it that checks no header."""
+    server = Server()
+    face = RouterFace(Routing(server.url, "127.0.0.1:0"))
+    await face.fleet.start()
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(face.starlette()), base_url="http://router") as client:
+        yield face, client
+    await face.close()
+    server.end()
+
+
+@pytest.mark.parametrize(("header", "status"), [("blanks at its end \t", 404), ("a\0b", 400)])
+async def test_a_header_that_can_not_be_sent_is_no_fault_of_the_servers(header: str, status: int) -> None:
+    async with routing() as (face, client):
+        reply = await client.post("/v1/completions", json={"prompt": [1]}, headers={"x-mine": header})
+        assert reply.status_code == status, "404: the server has no such route"
+        assert status == 404 or "a header can't be passed on" in reply.json()["error"]["message"]
+        assert face.fleet.serving and not any(each.requests for each in face.fleet.replicas.values())
+
+
+@pytest.mark.parametrize("started", ["NaN", "Infinity"])
+async def test_a_process_that_started_at_no_time_joins_no_fleet(started: str) -> None:
+    async with routing() as (face, client):
+        body = f'{{"url": "http://203.0.113.9:8000", "started": {started}}}'
+        reply = await client.post("/fleet/join", content=body, headers={"content-type": "application/json"})
+        assert reply.status_code == 400 and reply.json()["error"]["message"].startswith("started: ")
+        assert (await client.get("/fleet")).status_code == 200 and len(face.fleet.replicas) == 1
 
 
 @pytest.mark.parametrize("loading", [True, False])
