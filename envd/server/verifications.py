@@ -43,8 +43,9 @@ _OF = {"auto": "namespaces", "namespaces": "namespaces", "plain": "plain"}
 
 
 class Verifications:
-    """Runs verifications, at most one per core at a time, and two of those that end if they only wait (`idle_s`). Those of
-    several bearer keys begin in turn.
+    """Runs verifications, at most one per core at a time, and two of those that end if they only wait (`idle_s`).
+
+    Those of several bearer keys begin in turn.
     """
 
     def __init__(self, zygotes: Mapping[str, Zygote], templates: Templates, runtimes: Runtimes) -> None:

@@ -404,5 +404,5 @@ async def _run(routing: Routing) -> None:
 
 
 async def _announce(server: DrainingServer, face: RouterFace) -> None:
-    host, port = await announced(server)
-    print(f"{len(face.fleet.serving)} of {len(face.fleet.replicas)} servers at http://{host}:{port}/v1", flush=True)
+    here = (await announced(server)).url
+    print(f"{len(face.fleet.serving)} of {len(face.fleet.replicas)} servers at {here}/v1", flush=True)

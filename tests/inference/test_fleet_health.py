@@ -433,6 +433,13 @@ async def test_a_header_that_can_not_be_sent_is_no_fault_of_the_servers(header: 
         assert face.fleet.serving and not any(each.requests for each in face.fleet.replicas.values())
 
 
+async def test_a_page_of_another_name_joins_no_replica_without_a_key() -> None:
+    async with routing() as (face, client):
+        body = {"url": "http://203.0.113.9:8000", "started": 1}
+        reply = await client.post("/fleet/join", json=body, headers={"host": "evil.example:8080"})
+        assert reply.status_code == 401 and len(face.fleet.replicas) == 1
+
+
 @pytest.mark.parametrize("started", ["NaN", "Infinity"])
 async def test_a_process_that_started_at_no_time_joins_no_fleet(started: str) -> None:
     async with routing() as (face, client):
