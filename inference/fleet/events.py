@@ -75,7 +75,9 @@ class Webhook:
     async def _sent(self, event: Event) -> str | None:
         """Send once. Returns the fault; a webhook that refuses an event has it."""
         try:
-            reply = await self._client.post(self._url, json={**asdict(event), "fleet": self._fleet}, timeout=_TIMEOUT_S)
+            about = {**asdict(event), "fleet": self._fleet}
+            async with self._client.stream("POST", self._url, json=about, timeout=_TIMEOUT_S) as reply:
+                pass  # its body is not read
         except httpx.HTTPError as error:
             return f"no reply ({type(error).__name__})"
         return f"it answered {reply.status_code}" if reply.is_server_error or reply.status_code == 429 else None

@@ -36,7 +36,7 @@ from inference.fleet.events import Event, Webhook
 from inference.fleet.face import FleetFace
 from inference.fleet.fleet import Fleet, Sent
 from inference.fleet.pools import Pools, Wanted
-from inference.fleet.probe import VERSION, get, served_version
+from inference.fleet.probe import VERSION, InvalidReply, get, served_version
 from inference.fleet.registry import LocalRegistry
 from inference.fleet.shared_registry import SharedRegistry
 from inference.router import Decision
@@ -60,6 +60,8 @@ _HOPS = {"connection", "content-length", "host", "keep-alive", "transfer-encodin
 _ENCODING = "accept-encoding"
 _UNWELL = (502, 503, 504)
 """Statuses of a server that is draining, withdrawn or behind a broken proxy: another one is asked."""
+HELD_BYTES = 256 << 20
+"""Longest reply that is read before it is passed on: one to a pinned request, or one with a status of `_UNWELL`."""
 _TAIL = 4096
 """Bytes at the end of a reply in which its usage is looked for."""
 _MOST_SAMPLED = 2**31
@@ -347,12 +349,16 @@ def _headers(reply: httpx.Response, url: str) -> dict[str, str]:
 
 
 async def _whole(reply: httpx.Response, url: str) -> Response:
-    """A reply, read to its end. Raises httpx.HTTPError."""
+    """A reply, read to its end. Raises httpx.HTTPError, which is InvalidReply for one over HELD_BYTES."""
+    content = bytearray()
     try:
-        content = b"".join([chunk async for chunk in reply.aiter_raw()])
+        async for chunk in reply.aiter_raw():
+            content += chunk
+            if len(content) > HELD_BYTES:
+                raise InvalidReply(f"its reply has more than {HELD_BYTES >> 20} MiB")
     finally:
         await reply.aclose()
-    return Response(content, reply.status_code, _headers(reply, url))
+    return Response(bytes(content), reply.status_code, _headers(reply, url))
 
 
 def _versions(content: bytes) -> set[str]:

@@ -440,6 +440,13 @@ async def test_a_page_of_another_name_joins_no_replica_without_a_key() -> None:
         assert reply.status_code == 401 and len(face.fleet.replicas) == 1
 
 
+async def test_a_reply_that_the_router_reads_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("inference.server.route.HELD_BYTES", 4)
+    async with routing() as (face, client):
+        reply = await client.post("/v1/completions", json={"prompt": [1]}, headers={"x-policy-version": "v1"})
+        assert reply.status_code == 409 and "a request failed (InvalidReply)" in str(face.fleet.faults)
+
+
 @pytest.mark.parametrize("started", ["NaN", "Infinity"])
 async def test_a_process_that_started_at_no_time_joins_no_fleet(started: str) -> None:
     async with routing() as (face, client):
