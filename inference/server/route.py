@@ -53,6 +53,8 @@ PATHS = ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate")
 """Requests that are routed by their prompt."""
 SESSION, GROUP, REPLICA = "x-session", "x-group", "x-replica"
 """Headers: name of a conversation, name of requests with a common prompt, and in replies the server's URL."""
+NAME_CHARACTERS = 256
+"""Longest name of a session or group."""
 TRIES = 3
 """Servers that one request is sent to."""
 _HOPS = {"connection", "content-length", "host", "keep-alive", "transfer-encoding", "upgrade", "te", "trailer"}
@@ -171,6 +173,9 @@ class RouterFace:
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def _route(self, request: Request) -> Response:
+        for name in (SESSION, GROUP):
+            if len(request.headers.get(name, "")) > NAME_CHARACTERS:
+                raise BadRequest(f"the header {name} is longer than {NAME_CHARACTERS} characters: shorten the name")
         content = await read_body(request)
         wanted = asked(content)
         work = asyncio.ensure_future(self._sent(request, content, wanted))

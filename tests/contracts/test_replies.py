@@ -26,7 +26,8 @@ class Endless(httpx.SyncByteStream, httpx.AsyncByteStream):
         self._pieces = pieces
 
     def __iter__(self) -> Iterator[bytes]:
-        for self.given in itertools.count(1) if self._pieces is None else range(1, self._pieces + 1):
+        for given in itertools.count(1) if self._pieces is None else range(1, self._pieces + 1):
+            self.given = given
             yield bytes(MIB // 2)
 
     async def __aiter__(self) -> AsyncIterator[bytes]:

@@ -447,6 +447,16 @@ async def test_a_reply_that_the_router_reads_has_an_end(monkeypatch: pytest.Monk
         assert reply.status_code == 409 and "a request failed (InvalidReply)" in str(face.fleet.faults)
 
 
+@pytest.mark.parametrize("header", ["x-session", "x-group"])
+async def test_a_long_name_is_refused_before_it_is_kept(header: str) -> None:
+    async with routing() as (_, client):
+        reply = await client.post("/v1/completions", json={"prompt": [1]}, headers={header: "n" * 257})
+        assert reply.status_code == 400 and f"{header} is longer than 256" in reply.json()["error"]["message"]
+        assert (
+            await client.post("/v1/completions", json={"prompt": [1]}, headers={header: "n" * 256})
+        ).status_code == 404
+
+
 @pytest.mark.parametrize("started", ["NaN", "Infinity"])
 async def test_a_process_that_started_at_no_time_joins_no_fleet(started: str) -> None:
     async with routing() as (face, client):
