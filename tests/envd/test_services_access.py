@@ -91,6 +91,11 @@ def test_a_key_is_asked_for_on_every_service(tmp_path: Path) -> None:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await channel.stream_unary("/triplane.envd.v1.Files/Write")(nothing(), timeout=20)
             assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED, "a request without a key is never received"
+            with pytest.raises(grpc.aio.AioRpcError, match="did not arrive within 5 s"):
+                await channel.stream_unary("/grpc.health.v1.Health/Check")(nothing(), timeout=20)
+            async for told in health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest()):
+                assert told.status == health_pb2.HealthCheckResponse.SERVING
+                break
             health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
             assert health.status == health_pb2.HealthCheckResponse.SERVING, "a kubelet's probe sends no key"
 
