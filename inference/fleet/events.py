@@ -10,6 +10,8 @@ from typing import Literal
 
 import httpx
 
+from contracts.addresses import is_http_url
+from contracts.errors import ConfigError
 from contracts.retries import backoff_s
 
 Kind = Literal["joined", "left", "well", "away", "faulty", "ejected", "draining", "undrained", "version"]
@@ -44,7 +46,9 @@ class Webhook:
     """Posts events as JSON, in their order: {"event", "url", "reason", "at", "fleet"}. Belongs to one event loop."""
 
     def __init__(self, url: str, fleet: str, client: httpx.AsyncClient) -> None:
-        """url: of the webhook. fleet: name that the events carry."""
+        """url: of the webhook. fleet: name that the events carry. Raises ConfigError for what is no URL."""
+        if not is_http_url(url):
+            raise ConfigError(f"--webhook {url!r} is not a URL: write http://host:port/path")
         self._url, self._fleet, self._client = url, fleet, client
         self._waiting: asyncio.Queue[Event] = asyncio.Queue(WAITING)
         self._away = False

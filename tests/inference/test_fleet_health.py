@@ -25,13 +25,14 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from contracts.addresses import parse_addresses
-from contracts.errors import TriplaneError
+from contracts.errors import ConfigError, TriplaneError
 from inference.fleet import fleet as module
 from inference.fleet.client import FleetClient
 from inference.fleet.events import Event
 from inference.fleet.face import FleetFace
 from inference.fleet.fleet import Fleet
 from inference.fleet.health import Health, ejected
+from inference.fleet.joining import Joining
 from inference.fleet.pools import Pools, Wanted
 from inference.fleet.probe import REPLY_BYTES, Found
 from inference.fleet.registry import Drain, Joined, LocalRegistry
@@ -445,6 +446,14 @@ async def test_a_reply_that_the_router_reads_has_an_end(monkeypatch: pytest.Monk
     async with routing() as (face, client):
         reply = await client.post("/v1/completions", json={"prompt": [1]}, headers={"x-policy-version": "v1"})
         assert reply.status_code == 409 and "a request failed (InvalidReply)" in str(face.fleet.faults)
+
+
+@pytest.mark.parametrize("url", ["http://[::1", "http://127.0.0.1:80800", "hooks.example/x", "http:///x"])
+async def test_a_webhook_or_router_that_is_no_url_is_refused_at_the_start(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"--webhook .* is not a URL"):
+        RouterFace(Routing("", "127.0.0.1:0", webhook=url))
+    with pytest.raises(ConfigError, match="is not the URL of a router"):
+        Joining((url,), "http://203.0.113.9:8000")
 
 
 @pytest.mark.parametrize("header", ["x-session", "x-group"])
