@@ -68,6 +68,15 @@ def parse_addresses(text: str, setting: str = "address") -> list[Address]:
     return list(dict.fromkeys(_parse(entry, setting) for entry in entries))
 
 
+def is_http_url(text: str) -> bool:
+    """Whether a text is an http or https URL with a host, and a port that exists if it has one."""
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in _HTTP_PORTS and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
+
+
 def resolve(
     addresses: Sequence[Address],
     *,

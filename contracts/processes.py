@@ -1,9 +1,12 @@
-"""Identity of a process on this machine that stays unique when its pid is reused."""
+"""Identity of a process on this machine that stays unique when its pid is reused; its limit of open files."""
 
 from __future__ import annotations
 
 import os
+import resource
 from pathlib import Path
+
+_OPEN_FILES = 65536
 
 
 def boot_id() -> str | None:
@@ -41,3 +44,13 @@ def start_of(pid: int) -> str | None:
     except (FileNotFoundError, ProcessLookupError):
         return None
     return None if fields[0] in "ZX" else fields[19]
+
+
+def allow_open_files() -> None:
+    """Raise this process's limit of open files, of which a server needs one for each client, as far as the hard limit
+    allows.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

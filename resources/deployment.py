@@ -147,7 +147,8 @@ async def _withdraw(url: str, reason: str) -> str:
     """Take a server out of service. Returns the result as text."""
     try:
         async with httpx.AsyncClient(timeout=WITHDRAW_TIMEOUT_S) as http:
-            (await http.post(f"{url}/withdraw", json={"reason": reason})).raise_for_status()
+            async with http.stream("POST", f"{url}/withdraw", json={"reason": reason}) as reply:
+                reply.raise_for_status()
     except httpx.HTTPError as error:
         return f"withdrawing it failed, too ({type(error).__name__}): remove it from traffic by hand"
     return "it was withdrawn"

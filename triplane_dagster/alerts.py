@@ -58,7 +58,8 @@ def tell(told: dict[str, Any], log: logging.Logger) -> None:
     url, recipients = os.environ.get(VARIABLE), os.environ.get(EMAIL_VARIABLE)
     if url:
         try:
-            httpx.post(url, json=told, timeout=TIMEOUT_S).raise_for_status()
+            with httpx.stream("POST", url, json=told, timeout=TIMEOUT_S) as reply:  # its body is not read
+                reply.raise_for_status()
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             status = error.response.status_code if isinstance(error, httpx.HTTPStatusError) else type(error).__name__
             log.warning(f"{told['text']}, and ${VARIABLE} did not take this message: {status}")

@@ -16,6 +16,8 @@ from contracts.rpc.scraping import prometheus_client
 
 Labels = tuple[tuple[str, str], ...]
 QUANTILES = (0.5, 0.9, 0.99)
+DUMP_BYTES = 256 << 20
+"""Longest dump that is read from an address."""
 
 
 class DumpError(TriplaneError):
@@ -89,8 +91,13 @@ def _text(source: str, timeout_s: float) -> str:
             raise DumpError(f"{source} can't be read ({error}): name a file, or the http address of /metrics") from None
     import httpx
 
+    from contracts.replies import bounded_client
+
     try:
-        return httpx.get(source, timeout=timeout_s, follow_redirects=True).raise_for_status().text
+        if (httpx.URL(source).port or 0) > 65535:  # which httpx would wrap around
+            raise httpx.InvalidURL("a port is at most 65535")
+        with bounded_client(DUMP_BYTES, timeout=timeout_s, follow_redirects=True) as client:
+            return client.get(source).raise_for_status().text
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise DumpError(f"{source} does not answer with metrics ({error}): check the address and its path") from None
 

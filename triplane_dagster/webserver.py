@@ -21,7 +21,9 @@ from starlette.routing import BaseRoute, Route
 
 from contracts.artifacts import find_artifact
 from contracts.errors import TriplaneError
+from contracts.http_connections import BoundedConnection
 from contracts.store import open_store
+from inference.server.listening import own_hosts_only
 from ops.report import ROUTE
 from triplane_dagster.private_dagster import WorkspaceFileTarget, WorkspaceProcessContext
 
@@ -61,8 +63,10 @@ def serve(instance: dg.DagsterInstance, workspace: Path, host: str, port: int) -
     instance.optimize_for_webserver(statement_timeout=15_000, pool_recycle=3600, max_overflow=20)
     target = WorkspaceFileTarget([str(workspace)])
     with WorkspaceProcessContext(instance, workspace_load_target=target, version=__version__) as context:
-        app = ReportingWebserver(context, live_data_poll_rate=2000).create_asgi_app()
-        uvicorn.run(app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=GRACE_S)
+        app = own_hosts_only(ReportingWebserver(context, live_data_poll_rate=2000).create_asgi_app(), host)
+        uvicorn.run(
+            app, host=host, port=port, http=BoundedConnection, log_level="warning", timeout_graceful_shutdown=GRACE_S
+        )
 
 
 def main(

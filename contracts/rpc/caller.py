@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import hashlib
 import ipaddress
+from collections import deque
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Generic, TypeVar
 from urllib.parse import unquote
 
+T = TypeVar("T")
 _CALLER: ContextVar[tuple[str, str]] = ContextVar("caller", default=("", ""))
 _KEY: ContextVar[str] = ContextVar("key", default="")
 _OURS = 64
@@ -50,6 +52,29 @@ def address_of(peer: str) -> str:
 @functools.lru_cache(maxsize=1024)
 def _plain(host: str) -> str:
     return unquote(host).strip("[]")
+
+
+class Turns(Generic[T]):
+    """What clients wait for, handed out to each bearer key in turn: one with many waiting delays others by one each."""
+
+    def __init__(self) -> None:
+        self._queues: dict[str, deque[T]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._queues)
+
+    def add(self, item: T) -> None:
+        """Queue an item of the current call's key."""
+        self._queues.setdefault(key(), deque()).append(item)
+
+    def take(self) -> T:
+        """The oldest item of the key whose turn it is."""
+        whose = next(iter(self._queues))
+        queue = self._queues.pop(whose)
+        item = queue.popleft()
+        if queue:
+            self._queues[whose] = queue  # behind the others
+        return item
 
 
 def _network(address: str) -> str:

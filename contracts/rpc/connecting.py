@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from contracts.errors import ConfigError, describe
 
@@ -42,6 +43,23 @@ def is_local(address: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def is_rebindable(host: str) -> bool:
+    """Whether a Host header has a name that its owner may resolve to any address, such as this machine's loopback.
+
+    A page of that name, open in a browser here, then reaches servers at loopback as its own origin (DNS rebinding).
+    IP addresses, names without a dot and those below `localhost` have no such owner.
+    """
+    try:
+        name = (urlsplit(f"//{host}").hostname or "").removesuffix(".")
+    except ValueError:
+        return True
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return "." in name and not name.endswith(".localhost")
+    return False
 
 
 def port_of(address: str) -> int:

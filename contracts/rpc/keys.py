@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -20,6 +21,8 @@ HANDLERS = {
 """Constructors of handlers, by whether requests and responses are streams."""
 _HEALTH = "/grpc.health.v1.Health/"
 """Methods that need no key, since a kubelet's probe can't send one."""
+HEALTH_S = 5.0
+"""Seconds in which such a request must arrive, which may have the length of any other."""
 Refused = Callable[[str], object]
 
 
@@ -37,8 +40,10 @@ class KeyCheck(grpc.aio.ServerInterceptor):
     ) -> Any:
         """See grpc.aio.ServerInterceptor."""
         handler = await continuation(details)
-        if handler is None or details.method.startswith(_HEALTH) or self._is_known(details):
+        if handler is None or self._is_known(details):
             return handler
+        if details.method.startswith(_HEALTH):
+            return _hurried(handler)
         return self._refusing(handler, str(details.method))
 
     def _is_known(self, details: grpc.HandlerCallDetails) -> bool:
@@ -51,7 +56,7 @@ class KeyCheck(grpc.aio.ServerInterceptor):
         return bool(found)
 
     def _refusing(self, handler: Any, method: str) -> Any:
-        """Handler of the same kind that refuses each call."""
+        """Handler that refuses each call before any of its request, which may be long, is received."""
 
         async def one(request: Any, context: Any) -> Any:
             caller.answering(context, method)
@@ -64,5 +69,21 @@ class KeyCheck(grpc.aio.ServerInterceptor):
             await one(request, context)
             yield  # makes this an async generator
 
-        make = HANDLERS[bool(handler.request_streaming), bool(handler.response_streaming)]
+        # of a stream of requests: gRPC receives a single one before it calls its handler
+        make = HANDLERS[True, bool(handler.response_streaming)]
         return make(many if handler.response_streaming else one)
+
+
+def _hurried(handler: Any) -> Any:
+    """Handler that waits at most HEALTH_S for its one request, instead of gRPC, which waits as long as the client."""
+
+    async def answer(requests: Any, context: Any) -> Any:
+        try:
+            async with asyncio.timeout(HEALTH_S):
+                request = await anext(requests)
+        except (TimeoutError, StopAsyncIteration):
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"the request did not arrive within {HEALTH_S:g} s")
+        return await (handler.unary_stream or handler.unary_unary)(request, context)
+
+    make = HANDLERS[True, bool(handler.response_streaming)]
+    return make(answer, handler.request_deserializer, handler.response_serializer)

@@ -17,6 +17,11 @@ OPTIONS = (
     # requests are decompressed before their key is checked, so compressed ones are refused
     ("grpc.compression_enabled_algorithms_bitset", 1),
     ("grpc.so_reuseport", 0),
+    # beyond so many calls that no handler has begun (1,000 by default) gRPC cancels calls of all clients at random: a
+    # burst of one must only delay the others
+    ("grpc.server.max_pending_requests", 65_536),
+    ("grpc.server.max_pending_requests_hard_limit", 131_072),
+    ("grpc.max_concurrent_streams", 16_384),
 )
 """Options of every gRPC server."""
 LASTING_OPTIONS = (

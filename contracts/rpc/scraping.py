@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 from contracts.errors import ConfigError
+
+SILENT_S = 10.0
+"""Seconds without a byte of a request after which its connection, which holds a thread, is closed."""
 
 
 def prometheus_client() -> Any:
@@ -34,6 +38,7 @@ class Endpoint:
             self._server, _ = self.prometheus.start_http_server(
                 int(port), host.strip("[]") or "127.0.0.1", registry=self.registry
             )
+            self._server.RequestHandlerClass = _impatient(self._server.RequestHandlerClass)
         except OSError as error:
             raise ConfigError(f"metrics can't be served on {address}: {error.strerror}: choose another port") from error
         return int(self._server.server_port)
@@ -44,3 +49,16 @@ class Endpoint:
             self._server.shutdown()
             self._server.server_close()
             self._server = None
+
+
+def _impatient(handler: Any) -> Any:
+    """The class of handlers of a server, which give up silent connections."""
+
+    class Impatient(handler):  # type: ignore[misc]
+        timeout = SILENT_S
+
+        def handle(self) -> None:
+            with suppress(TimeoutError):
+                super().handle()
+
+    return Impatient

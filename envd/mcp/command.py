@@ -17,6 +17,7 @@ import uvicorn
 from mcp.server.stdio import stdio_server
 
 from contracts.errors import TriplaneError, describe
+from contracts.http_connections import BoundedConnection
 from contracts.rpc.connecting import is_local, read_keys
 from contracts.rpc.meeting import MadeKey
 from envd.client import SandboxClient
@@ -126,7 +127,8 @@ async def _serve_http(
     app = server.streamable_http_app(
         host=host, session_idle_timeout=arguments.idle, max_sessions=arguments.max_sessions
     )
-    config = uvicorn.Config(Gate(app, keys, sessions.end), host=host, port=port, log_level="warning", lifespan="on")
+    gate = Gate(app, keys, sessions.end)
+    config = uvicorn.Config(gate, host, port, http=BoundedConnection, log_level="warning", lifespan="on")
     web = _Web(config)
     print(f"envd: MCP at http://{arguments.http}/mcp", file=sys.stderr)
     if made is not None:

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import httpx
 
+from contracts.replies import bounded_client
 from envd.errors import EnvdError
 
 _WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*|\d+")
@@ -20,6 +21,8 @@ _PART = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _BATCH = 64
 _MAX_TEXT = 8000
 """Characters of a text that are embedded."""
+_REPLY_BYTES = 64 << 20
+"""Longest reply: vectors of a batch have a few MB."""
 
 
 class Embedder(Protocol):
@@ -71,7 +74,7 @@ class Endpoint:
     def __init__(self, url: str, model: str, key: str | None = None, timeout_s: float = 30.0) -> None:
         headers = {} if key is None else {"authorization": f"Bearer {key}"}
         self._url, self._model = url.rstrip("/") + "/embeddings", model
-        self._client = httpx.Client(headers=headers, timeout=timeout_s)
+        self._client = bounded_client(_REPLY_BYTES, headers=headers, timeout=timeout_s)
         self._dimensions: int | None = None
 
     @property

@@ -16,6 +16,7 @@ import grpc
 from google.protobuf.message import Message
 
 from contracts.errors import describe, first_error
+from contracts.rpc import caller
 from contracts.rpc.connecting import ERROR_NAME
 from envd import errors
 from envd.connection import ERROR_NUMBER, IDEMPOTENCY_KEY, SANDBOX_TOKEN
@@ -89,9 +90,8 @@ def unary(method: Callable[[Any, Any, Context], Awaitable[T]]) -> Callable[[Any,
                 return await method(service, request, context)
             sandboxes: Sandboxes = service.sandboxes
             identity = getattr(request, "sandbox_id", "")
-            kept = (
-                sandboxes.answers_of(identity, metadata_of(context, SANDBOX_TOKEN)) if identity else sandboxes.answers
-            )
+            token = metadata_of(context, SANDBOX_TOKEN)
+            kept = sandboxes.answers_of(identity, token) if identity else sandboxes.answers[caller.key()]
             reply: T = await kept.once(key, request, lambda: method(service, request, context))
             return reply
         except (errors.EnvdError, OSError) as error:

@@ -31,7 +31,8 @@ class Observer(Protocol):
         """Note the start of a call of `Service/Method`, and return a function that is called with its status code's
         name at its end. Neither may raise or block.
 
-        request: its message, a `Stream` of messages, or None for bytes that are not a valid message.
+        request: its message, a `Stream` of messages, or None for bytes that are not a valid message, and for a call
+        that is refused before its request is read.
         """
         ...
 
@@ -71,20 +72,23 @@ class Observing(grpc.aio.ServerInterceptor):
         method = str(details.method).rpartition(".")[2]
         inner = getattr(handler, _BEHAVIOURS[streams])
         writes = streams[1] and not inspect.iscoroutinefunction(inner)  # a coroutine writes its responses itself
-        wrapped = self._many(method, inner) if writes else self._one(method, inner)
+        reads = handler.request_deserializer is not None
+        wrapped = self._many(method, inner, reads) if writes else self._one(method, inner, reads)
         return HANDLERS[streams](wrapped, handler.request_deserializer, handler.response_serializer)
 
-    def _one(self, method: str, inner: Callable[[Any, Any], Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    def _one(
+        self, method: str, inner: Callable[[Any, Any], Awaitable[Any]], reads: bool
+    ) -> Callable[..., Awaitable[Any]]:
         async def call(request: Any, context: Any) -> Any:
-            request = _seen(request)
+            request = _seen(request) if reads else None
             with self._watched(method, request, context):
                 return await inner(request, context)
 
         return call
 
-    def _many(self, method: str, inner: Callable[[Any, Any], Any]) -> Callable[..., AsyncIterator[Any]]:
+    def _many(self, method: str, inner: Callable[[Any, Any], Any], reads: bool) -> Callable[..., AsyncIterator[Any]]:
         async def call(request: Any, context: Any) -> AsyncIterator[Any]:
-            request = _seen(request)
+            request = _seen(request) if reads else None
             with self._watched(method, request, context):
                 async with aclosing(inner(request, context)) as messages:
                     async for message in messages:

@@ -10,7 +10,7 @@ import logging
 import re
 import secrets
 import time
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -57,8 +57,8 @@ class Sandboxes:
         self.rules, self.audit = rules, audit
         self.quotas = Quotas(rules.quotas, audit) if quotas is None else quotas
         templates.on_removed = runtimes.on_removed = self._removed
-        self.answers = Answers(most=4096, most_bytes=16 << 20)
-        """Idempotent answers of calls that name no sandbox."""
+        self.answers = defaultdict[str, Answers](lambda: Answers(most=4096, most_bytes=16 << 20))
+        """Idempotent answers of calls that name no sandbox, by bearer key: no client evicts another one's."""
         self.limits = LimitsWatch(audit)
         self.escapes = Escapes(audit)
         self.egress = Egress(audit)

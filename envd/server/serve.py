@@ -8,7 +8,6 @@ import fcntl
 import gc
 import logging
 import os
-import resource
 import signal
 import stat
 import sys
@@ -25,6 +24,7 @@ from grpc_reflection.v1alpha import reflection  # type: ignore[import-untyped, u
 from contracts.errors import describe
 from contracts.owned import fate_of_owner, owned_name, remove, sweep_abandoned
 from contracts.pb import envd_operations_pb2, envd_operations_pb2_grpc, envd_pb2, envd_pb2_grpc
+from contracts.processes import allow_open_files
 from contracts.rpc.connecting import read_key, read_secret
 from contracts.rpc.keys import KeyCheck
 from contracts.rpc.listening import LASTING_OPTIONS, Listening
@@ -61,7 +61,6 @@ from envd.server.templates import Templates
 from envd.server.verifications import Starting, Verifications
 
 _GRACE_S = 0.5
-_OPEN_FILES = 65536
 _SERVER_OPTIONS = [
     *LASTING_OPTIONS,
     ("grpc.max_receive_message_length", ACCEPTED_BYTES),
@@ -141,7 +140,7 @@ async def serve(options: Options, *, on_death: Callable[[], None] = lambda: None
         if os.getppid() != options.with_parent:
             return  # the parent died before die_with_parent took effect
     make_room()  # before any process is started
-    _allow_open_files()
+    allow_open_files()
     async with contextlib.AsyncExitStack() as stack:
         audit = AuditLog(options.audit_log, calls=options.audit_calls, key=audit_key)
         stack.callback(audit.close)
@@ -281,14 +280,6 @@ async def _until(stop: asyncio.Event, deaths: list[Coroutine[Any, Any, str]]) ->
         reason = died[0].result()
         fix = "" if "restart envd" in reason else ": restart envd; the kernel's log tells whether memory ran out"
         raise BackendUnavailable(reason + fix)
-
-
-def _allow_open_files() -> None:
-    """Raise the limit of open files, of which each sandbox takes some, as far as the hard limit allows."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _told_to_stop() -> asyncio.Event:

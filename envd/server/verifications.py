@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from contracts.rpc import caller
 from envd.backends.base import Backend, BoxSpec, Runtime
 from envd.errors import EnvdError, ServerBusy
 from envd.sandbox import wire
@@ -42,13 +43,16 @@ _OF = {"auto": "namespaces", "namespaces": "namespaces", "plain": "plain"}
 
 
 class Verifications:
-    """Runs verifications, at most one per core at a time, and two of those that end if they only wait (`idle_s`)."""
+    """Runs verifications, at most one per core at a time, and two of those that end if they only wait (`idle_s`).
+
+    Those of several bearer keys begin in turn.
+    """
 
     def __init__(self, zygotes: Mapping[str, Zygote], templates: Templates, runtimes: Runtimes) -> None:
         """zygotes: by the name of the backend that they verify for."""
         self._zygotes, self._templates, self._runtimes = dict(zygotes), templates, runtimes
         cores = os.cpu_count() or 1
-        self._slots, self._slots_of_waiting = asyncio.Semaphore(cores), asyncio.Semaphore(2 * cores)
+        self._slots, self._slots_of_waiting = Slots(cores), Slots(2 * cores)
         self._count = self._running = 0
         self._tests, self._modules = CompiledFiles(), CompiledFiles()
 
@@ -196,6 +200,37 @@ class Verifications:
     async def stop(self) -> None:
         """Stop the zygotes and the processes that they forked."""
         await asyncio.gather(*(each.stop() for each in self._zygotes.values()))
+
+
+class Slots:
+    """A semaphore whose waiters get it in turn by bearer key."""
+
+    def __init__(self, count: int) -> None:
+        self._free = count
+        self._waiting = caller.Turns[asyncio.Future[None]]()
+
+    async def acquire(self) -> None:
+        """Wait for a slot."""
+        if self._free:
+            self._free -= 1
+            return
+        given = asyncio.get_running_loop().create_future()
+        self._waiting.add(given)
+        try:
+            await given
+        except asyncio.CancelledError:
+            if not given.cancelled():
+                self.release()
+            raise
+
+    def release(self) -> None:
+        """Give a slot to the next waiter, if there is one."""
+        while self._waiting:
+            given = self._waiting.take()
+            if not given.done():
+                given.set_result(None)
+                return
+        self._free += 1
 
 
 class Starting:

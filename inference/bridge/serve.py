@@ -26,6 +26,7 @@ from grpc_reflection.v1alpha import reflection  # type: ignore[import-untyped, u
 
 from contracts.errors import ConfigError, describe
 from contracts.pb import bridge_pb2, bridge_pb2_grpc
+from contracts.processes import allow_open_files
 from contracts.rpc.connecting import MESSAGE_BYTES, prefer_short_round_trips
 from contracts.rpc.keys import KeyCheck
 from contracts.rpc.listening import LASTING_OPTIONS, Listening
@@ -163,6 +164,7 @@ def limits_of(directory: Path) -> Limits:
 
 
 async def _serve(directory: Path, version: str, limits: Limits, options: Options) -> None:
+    allow_open_files()
     signals = _Signals()
     engine = open_engine(options.engine, directory, version, pinned=options.pinned)
     try:

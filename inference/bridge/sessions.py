@@ -45,6 +45,8 @@ SWEEP_S = 1.0
 """Longest time between two looks at the leases, in seconds."""
 MOST_FOLLOWED = 1024
 """Grammars that the engine is known to follow at most; others are probed at each start."""
+MOST_TURNS = 16_384
+"""Turns of an episode at most: those that end without a token take none of its context."""
 _SHORTEST_S = 1e-3
 """Time limit of a turn whose episode's time is over, in seconds."""
 _log = logging.getLogger(__name__)
@@ -302,6 +304,8 @@ class Sessions:
             raise Draining("the bridge ends soon and begins no more turns: ask again, its successor has this episode")
         if message.from_token:
             raise BadMessage(f"from_token={message.from_token} of a step that begins: must be 0")
+        if message.step > MOST_TURNS:
+            raise BadMessage(f"episode {episode.identity} has {MOST_TURNS} steps, as many as one may: end it")
         if message.step == 1 and message.observation_ids:
             raise BadMessage("observation_ids of step 1 must be empty: put its tokens into the prompt")
         said = pb.StepRequest(step=message.step, observation_ids=message.observation_ids)

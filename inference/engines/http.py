@@ -16,12 +16,15 @@ from typing import Any
 import httpx
 
 from contracts.errors import first_error
+from contracts.replies import UnfitReply, bounded_async_client
 from contracts.retries import backoff_s
 from contracts.tracing import carrier
 from inference.engines.config import CONNECTIONS, RETRIES, TIMEOUT_S
 from inference.errors import EngineError, EngineStopped, EngineUnreachable, RequestTooLong, StaleVersion
 
 FIRST_PAUSE_S = 0.1
+REPLY_BYTES = 1 << 30
+"""Longest reply, or stream, that is read. Recorded routing of a long context has some 100 MB."""
 _STATUSES = {"stale_policy_version": 409, "engine_stopped": 503, "internal": 500}
 """HTTP status of errors within a stream of Triplane's server, by code."""
 _FAULTS = (httpx.ConnectError, httpx.ConnectTimeout, httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError)
@@ -51,7 +54,8 @@ class JsonClient:
         self.base, self._retries = base.rstrip("/"), retries
         limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
         timeout = httpx.Timeout(timeout_s, connect=min(10.0, timeout_s), pool=None)
-        self._http = httpx.AsyncClient(headers=headers, limits=limits, timeout=timeout, verify=_tls())
+        options = {"headers": headers, "limits": limits, "timeout": timeout, "verify": _tls()}
+        self._http = bounded_async_client(REPLY_BYTES, **options)
 
     async def call(self, method: str, path: str, body: dict[str, Any] | None = None, **query: Any) -> Any:
         """Reply of the server.
@@ -92,6 +96,8 @@ class JsonClient:
             raise EngineUnreachable(f"{url} broke off its stream: repeat the call")
         except httpx.TimeoutException as error:
             raise EngineUnreachable(f"{url} timed out ({type(error).__name__}): raise timeout_s") from error
+        except UnfitReply as error:
+            raise _unfit(url, error) from None
         except httpx.TransportError as error:
             raise EngineUnreachable(f"{url} broke off its stream ({type(error).__name__}): repeat the call") from error
         finally:
@@ -116,6 +122,8 @@ class JsonClient:
                 raise EngineError(f"{url} is not the address of an engine ({why}): write http://host:port/v1") from None
             except httpx.TimeoutException as error:
                 raise EngineUnreachable(f"{url} timed out ({type(error).__name__}): raise timeout_s") from error
+            except UnfitReply as error:
+                raise _unfit(url, error) from None
         raise AssertionError("the loop returns or raises")
 
     async def is_healthy(self, path: str, timeout_s: float) -> bool:
@@ -166,6 +174,10 @@ def _event(url: str, data: str) -> dict[str, Any]:
         raise _error(f"{url} ended its stream", status, str(error.get("message")), code)
     event: dict[str, Any] = found
     return event
+
+
+def _unfit(url: str, error: UnfitReply) -> EngineError:
+    return EngineError(f"{url} sent an invalid reply ({error}): check that an engine's API runs there")
 
 
 def _error(began: str, status: int, message: str, code: Any) -> EngineError:

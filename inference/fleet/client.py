@@ -10,12 +10,14 @@ from urllib.parse import quote
 import httpx
 
 from contracts.errors import first_error
+from contracts.replies import bounded_async_client
 from contracts.rpc import connecting
 from inference.errors import FleetError
 from inference.fleet.face import KEY_VARIABLE
 from inference.fleet.registry import Joined
 
 _TIMEOUT_S = 30.0
+_REPLY_BYTES = 64 << 20
 
 
 def read_key(path: Path | None = None) -> str | None:
@@ -41,7 +43,7 @@ class FleetClient:
         """router: URL of `python -m inference route`."""
         headers = {} if key is None else {"authorization": f"Bearer {key}"}
         self.router = router.rstrip("/").removesuffix("/v1")
-        self._http = httpx.AsyncClient(headers=headers, timeout=_TIMEOUT_S, trust_env=False)
+        self._http = bounded_async_client(_REPLY_BYTES, headers=headers, timeout=_TIMEOUT_S, trust_env=False)
 
     async def __aenter__(self) -> Self:
         return self

@@ -10,6 +10,8 @@ from typing import Literal
 
 import httpx
 
+from contracts.addresses import is_http_url
+from contracts.errors import ConfigError
 from contracts.retries import backoff_s
 
 Kind = Literal["joined", "left", "well", "away", "faulty", "ejected", "draining", "undrained", "version"]
@@ -44,7 +46,9 @@ class Webhook:
     """Posts events as JSON, in their order: {"event", "url", "reason", "at", "fleet"}. Belongs to one event loop."""
 
     def __init__(self, url: str, fleet: str, client: httpx.AsyncClient) -> None:
-        """url: of the webhook. fleet: name that the events carry."""
+        """url: of the webhook. fleet: name that the events carry. Raises ConfigError for what is no URL."""
+        if not is_http_url(url):
+            raise ConfigError(f"--webhook {url!r} is not a URL: write http://host:port/path")
         self._url, self._fleet, self._client = url, fleet, client
         self._waiting: asyncio.Queue[Event] = asyncio.Queue(WAITING)
         self._away = False
@@ -75,7 +79,9 @@ class Webhook:
     async def _sent(self, event: Event) -> str | None:
         """Send once. Returns the fault; a webhook that refuses an event has it."""
         try:
-            reply = await self._client.post(self._url, json={**asdict(event), "fleet": self._fleet}, timeout=_TIMEOUT_S)
+            about = {**asdict(event), "fleet": self._fleet}
+            async with self._client.stream("POST", self._url, json=about, timeout=_TIMEOUT_S) as reply:
+                pass  # its body is not read
         except httpx.HTTPError as error:
             return f"no reply ({type(error).__name__})"
         return f"it answered {reply.status_code}" if reply.is_server_error or reply.status_code == 429 else None

@@ -23,6 +23,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
+from contracts.rpc.connecting import is_rebindable
 from inference.errors import FleetError
 from inference.fleet.fleet import Fleet
 from inference.fleet.registry import Drain, Joined, check_url
@@ -133,7 +134,8 @@ class FleetFace:
             given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
             return any(hmac.compare_digest(given, key) for key in self._keys)
         try:
-            return request.client is not None and ipaddress.ip_address(request.client.host).is_loopback
+            here = request.client is not None and ipaddress.ip_address(request.client.host).is_loopback
+            return here and not is_rebindable(request.headers.get("host", ""))
         except ValueError:
             return False
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import httpx
 
+from contracts.addresses import is_http_url
 from contracts.errors import ConfigError
 from inference.errors import FleetError
 from inference.fleet.client import FleetClient, read_key
@@ -41,6 +42,9 @@ class Joining:
             host = httpx.URL(check_url(self.url)).host
         except ValueError as error:
             raise ConfigError(f"the address of the replica: {error}") from None
+        wrong = next((each for each in self.routers if not is_http_url(each)), None)
+        if wrong is not None:
+            raise ConfigError(f"{wrong!r} is not the URL of a router: write http://HOST:PORT")
         if host in ("0.0.0.0", "::"):
             raise ConfigError(f"{self.url} is no address that routers can reach: give --advertise http://HOST:PORT")
 

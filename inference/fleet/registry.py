@@ -42,7 +42,7 @@ class Joined(BaseModel):
     """Policy version that it serves; empty: it does not say."""
     capacity: int = Field(default=0, ge=0)
     """Sequences that it samples at once; 0: unknown."""
-    started: float
+    started: float = Field(allow_inf_nan=False)
     """When its process started, as Unix time: of two processes at one URL the later one counts."""
     lease_s: float = Field(default=LEASE_S, ge=0.5, le=3600)
     """Seconds until the lease ends unless it is renewed."""

@@ -208,7 +208,8 @@ class Loader:
         """See Load. Raises EngineError."""
         async with httpx.AsyncClient(trust_env=False, timeout=30.0) as http:
             try:
-                is_vllm = (await http.get(f"{url}/weight_info")).is_success
+                async with http.stream("GET", f"{url}/weight_info") as reply:
+                    is_vllm = reply.is_success
             except httpx.HTTPError as error:
                 raise FleetError(f"it does not reply ({type(error).__name__})") from None
         await (self._load_vllm(url) if is_vllm else self._load_ours(url))

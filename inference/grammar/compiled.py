@@ -15,13 +15,14 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from tokenizers import Tokenizer
 
+from contracts.rpc import caller
 from inference.errors import EngineError
 from inference.grammar.library import xgrammar
 
@@ -34,9 +35,12 @@ KEPT = 64
 REFUSED_S = 300.0
 """Seconds for which a refusal is kept. Not for ever: the machine may have had no memory left."""
 T = TypeVar("T")
+_Key = tuple[str, "Vocabulary", tuple[int, ...]]
 _compiler = ThreadPoolExecutor(1, "grammars")
 """Compiles new grammars, one at a time."""
 _lock = threading.Lock()
+_waiting = caller.Turns[tuple[Future[Any], _Key]]()
+"""New grammars."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +86,6 @@ def _vocabulary(text: str, size: int) -> Vocabulary:
     return Vocabulary(tuple(tokens), size)
 
 
-_Key = tuple[str, Vocabulary, tuple[int, ...]]
 _done: dict[_Key, Any] = {}
 _refused: dict[_Key, tuple[float, str]] = {}
 """Until when, and why."""
@@ -96,14 +99,34 @@ def compiled(grammar: str, vocabulary: Vocabulary, stops: Sequence[int]) -> Any:
     """
     key = grammar, vocabulary, tuple(sorted(stops))
     found = _known(key)
-    return _compiler.submit(_compiled, key).result() if found is None else found
+    return _submitted(key).result() if found is None else found
 
 
 async def compiled_async(grammar: str, vocabulary: Vocabulary, stops: Sequence[int]) -> Any:
     """`compiled`. Callers that wait take no thread of asyncio's pool, which others need."""
     key = grammar, vocabulary, tuple(sorted(stops))
     found = _known(key)
-    return await asyncio.wrap_future(_compiler.submit(_compiled, key)) if found is None else found
+    return await asyncio.wrap_future(_submitted(key)) if found is None else found
+
+
+def _submitted(key: _Key) -> Future[Any]:
+    """Result of `_compiled`, which new grammars of other bearer keys delay by one each."""
+    future: Future[Any] = Future()
+    with _lock:
+        _waiting.add((future, key))
+    _compiler.submit(_compile_next)
+    return future
+
+
+def _compile_next() -> None:
+    with _lock:
+        future, key = _waiting.take()
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(_compiled(key))
+    except BaseException as error:  # noqa: BLE001 (raised where the future is awaited)
+        future.set_exception(error)
 
 
 def _compiled(key: _Key) -> Any:

@@ -22,6 +22,8 @@ from inference.router.sessions import Session, Sessions
 
 _LENGTHS = 64
 """Answers over which their mean length is taken."""
+SESSION_BLOCKS = 1 << 26
+"""Blocks of the prompts of all open sessions that are known at most, each of 8 to 24 bytes."""
 
 
 class RouterConfig(BaseModel):
@@ -77,7 +79,7 @@ class Router:
         self.residency = Residency(
             self.index, self._hasher, capacity=self.config.blocks, lifetime_s=self.config.assumed_s
         )
-        self.sessions = Sessions(self._hasher, self.config.sessions)
+        self.sessions = Sessions(self._hasher, self.config.sessions, SESSION_BLOCKS)
         self._columns = Columns()
         self._names: list[str | None] = []
         self._places: dict[str, int] = {}

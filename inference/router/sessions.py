@@ -23,10 +23,10 @@ class Session:
 
 
 class Sessions:
-    """At most `most` sessions; beyond them the one that was used least recently is forgotten."""
+    """At most `most` sessions, with prompts of `blocks` blocks; beyond, the one used least recently is forgotten."""
 
-    def __init__(self, hasher: Fingerprinter, most: int) -> None:
-        self._hasher, self._most = hasher, most
+    def __init__(self, hasher: Fingerprinter, most: int, blocks: int) -> None:
+        self._hasher, self._most, self._left = hasher, most, blocks
         self._open: OrderedDict[str, Session] = OrderedDict()
 
     def find(self, name: str, prompt: Tokens, namespace: int) -> tuple[Session, list[Session]]:
@@ -39,17 +39,23 @@ class Sessions:
             session = self._open[name] = Session(namespace, Chain(self._hasher, namespace))
         else:
             self._open.move_to_end(name)
+        self._left += len(session.chain.hashes)
         if session.namespace != namespace or not session.chain.follow(prompt):
             session.namespace, session.chain = namespace, Chain(self._hasher, namespace)
             session.chain.follow(prompt)
+        self._left -= len(session.chain.hashes)
         forgotten = []
-        while len(self._open) > self._most:
+        while len(self._open) > self._most or (self._left < 0 and len(self._open) > 1):
             forgotten.append(self._open.popitem(last=False)[1])
+            self._left += len(forgotten[-1].chain.hashes)
         return session, forgotten
 
     def end(self, name: str) -> Session | None:
         """Forget a session; None if it is unknown."""
-        return self._open.pop(name, None)
+        found = self._open.pop(name, None)
+        if found is not None:
+            self._left += len(found.chain.hashes)
+        return found
 
     def leave(self, place: int) -> None:
         """The replica at `place` is gone: its sessions have none."""

@@ -25,7 +25,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from contracts.chat import ChatTokenizer
-from contracts.errors import TriplaneError
+from contracts.errors import TriplaneError, describe
 from inference.engines.base import Completion, Engine, SamplingParams
 from inference.engines.openai import OWNER
 from inference.errors import BadRequest, NoPolicyYet, StaleVersion, Withdrawn
@@ -241,7 +241,10 @@ class Application:
 
 
 def _read_tokenizer(directory: Path) -> ChatTokenizer | None:
-    return ChatTokenizer.from_directory(directory) if (directory / "tokenizer.json").is_file() else None
+    try:
+        return ChatTokenizer.from_directory(directory) if (directory / "tokenizer.json").is_file() else None
+    except OSError as error:
+        raise BadRequest(f"the policy's directory can't be read: {describe(error)}") from error
 
 
 def _usage(prompt: int, made: int) -> dict[str, int]:

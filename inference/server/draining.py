@@ -18,6 +18,9 @@ from typing import Any
 
 import uvicorn
 
+from contracts.http_connections import BoundedConnection
+from contracts.processes import allow_open_files
+from inference.server.listening import own_hosts_only
 from inference.server.readiness import Readiness
 
 POD_DRAIN_S = 5.0
@@ -46,7 +49,8 @@ class DrainingServer(uvicorn.Server):
         """drain_s: seconds in which requests are still accepted after SIGTERM."""
         super().__init__(
             uvicorn.Config(
-                _closing_connections(app, readiness),
+                own_hosts_only(_closing_connections(app, readiness), host),
+                http=BoundedConnection,
                 host=host,
                 port=port,
                 log_level="warning",
@@ -58,6 +62,7 @@ class DrainingServer(uvicorn.Server):
 
     async def run_until_told(self) -> None:
         """Serve until a signal; a drain has ended when this returns. SIGINT is raised again, SIGTERM is not."""
+        allow_open_files()
         self._loop = asyncio.get_running_loop()
         await self.serve()
 

@@ -30,12 +30,13 @@ from contracts.addresses import parse_addresses
 from contracts.errors import TriplaneError
 from contracts.rpc.connecting import read_keys
 from contracts.tracing import carrier, service
+from inference.errors import BadRequest
 from inference.fleet import events
 from inference.fleet.events import Event, Webhook
 from inference.fleet.face import FleetFace
 from inference.fleet.fleet import Fleet, Sent
 from inference.fleet.pools import Pools, Wanted
-from inference.fleet.probe import VERSION, get, served_version
+from inference.fleet.probe import VERSION, InvalidReply, get, served_version
 from inference.fleet.registry import LocalRegistry
 from inference.fleet.shared_registry import SharedRegistry
 from inference.router import Decision
@@ -52,6 +53,8 @@ PATHS = ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate")
 """Requests that are routed by their prompt."""
 SESSION, GROUP, REPLICA = "x-session", "x-group", "x-replica"
 """Headers: name of a conversation, name of requests with a common prompt, and in replies the server's URL."""
+NAME_CHARACTERS = 256
+"""Longest name of a session or group."""
 TRIES = 3
 """Servers that one request is sent to."""
 _HOPS = {"connection", "content-length", "host", "keep-alive", "transfer-encoding", "upgrade", "te", "trailer"}
@@ -59,6 +62,8 @@ _HOPS = {"connection", "content-length", "host", "keep-alive", "transfer-encodin
 _ENCODING = "accept-encoding"
 _UNWELL = (502, 503, 504)
 """Statuses of a server that is draining, withdrawn or behind a broken proxy: another one is asked."""
+HELD_BYTES = 256 << 20
+"""Longest reply that is read before it is passed on: one to a pinned request, or one with a status of `_UNWELL`."""
 _TAIL = 4096
 """Bytes at the end of a reply in which its usage is looked for."""
 _MOST_SAMPLED = 2**31
@@ -168,6 +173,9 @@ class RouterFace:
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def _route(self, request: Request) -> Response:
+        for name in (SESSION, GROUP):
+            if len(request.headers.get(name, "")) > NAME_CHARACTERS:
+                raise BadRequest(f"the header {name} is longer than {NAME_CHARACTERS} characters: shorten the name")
         content = await read_body(request)
         wanted = asked(content)
         work = asyncio.ensure_future(self._sent(request, content, wanted))
@@ -211,6 +219,9 @@ class RouterFace:
                         return found
                     refusal = None
                     await self.fleet.refresh(url)
+            except httpx.LocalProtocolError as error:  # the client's fault: the request was not sent
+                self.fleet.finish(sent)
+                raise BadRequest(f"a header can't be passed on ({error}): correct it, or leave it out") from None
             except httpx.HTTPError as error:
                 refusal = None
                 self._failed(url, error, "a request")
@@ -225,7 +236,8 @@ class RouterFace:
         if VERSION in request.headers:  # the reply is read
             ours = {**ours, _ENCODING: "identity"}
         left_out = {name.encode() for name in (*_HOPS, *ours)}
-        headers = [(name, value) for name, value in request.headers.raw if name not in left_out]  # not all are ASCII
+        # not all are ASCII; parsers of requests keep blanks at the end, which httpx refuses to send
+        headers = [(name, value.strip()) for name, value in request.headers.raw if name not in left_out]
         headers += [(name.encode(), value.encode()) for name, value in ours.items()]
         sent = self._client.build_request("POST", f"{url}{request.url.path}", content=content, headers=headers)
         return await self._client.send(sent, stream=True)
@@ -342,12 +354,16 @@ def _headers(reply: httpx.Response, url: str) -> dict[str, str]:
 
 
 async def _whole(reply: httpx.Response, url: str) -> Response:
-    """A reply, read to its end. Raises httpx.HTTPError."""
+    """A reply, read to its end. Raises httpx.HTTPError, which is InvalidReply for one over HELD_BYTES."""
+    content = bytearray()
     try:
-        content = b"".join([chunk async for chunk in reply.aiter_raw()])
+        async for chunk in reply.aiter_raw():
+            content += chunk
+            if len(content) > HELD_BYTES:
+                raise InvalidReply(f"its reply has more than {HELD_BYTES >> 20} MiB")
     finally:
         await reply.aclose()
-    return Response(content, reply.status_code, _headers(reply, url))
+    return Response(bytes(content), reply.status_code, _headers(reply, url))
 
 
 def _versions(content: bytes) -> set[str]:
@@ -399,5 +415,5 @@ async def _run(routing: Routing) -> None:
 
 
 async def _announce(server: DrainingServer, face: RouterFace) -> None:
-    host, port = await announced(server)
-    print(f"{len(face.fleet.serving)} of {len(face.fleet.replicas)} servers at http://{host}:{port}/v1", flush=True)
+    here = (await announced(server)).url
+    print(f"{len(face.fleet.serving)} of {len(face.fleet.replicas)} servers at {here}/v1", flush=True)

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import uvicorn
 
-from contracts.addresses import Address
 from contracts.tracing import service
 from inference.engines.base import watch
 from inference.engines.builtin import BuiltinEngine
@@ -111,19 +110,19 @@ async def _join(server: uvicorn.Server, app: Application, serving: Serving) -> N
     """Be in the fleet until the server drains."""
     if not serving.join:
         return
-    host, port = await announced(server)
-    async with joined(Joining(serving.join, serving.advertise or Address(host, port).url, serving.max_batch)):
+    here = (await announced(server)).url
+    async with joined(Joining(serving.join, serving.advertise or here, serving.max_batch)):
         while not app.readiness.draining:
             await asyncio.sleep(0.05)
 
 
 async def _announce(server: uvicorn.Server, app: Application) -> None:
-    host, port = await announced(server)
+    here = (await announced(server)).url
     version, told = await app.version(), False
     while version is None:
         if app.readiness.waiting is not None and not told:
             told = True
-            print(f"no policy yet at http://{host}:{port}/v1: /ready answers 503 until there is one", flush=True)
+            print(f"no policy yet at {here}/v1: /ready answers 503 until there is one", flush=True)
         await asyncio.sleep(0.02)
         version = await app.version()
-    print(f"policy {version} at http://{host}:{port}/v1", flush=True)
+    print(f"policy {version} at {here}/v1", flush=True)

@@ -9,9 +9,11 @@ from pathlib import Path
 import uvicorn
 
 from contracts.artifacts import ArtifactRef
+from contracts.http_connections import BoundedConnection
+from contracts.processes import allow_open_files
 from contracts.rpc.connecting import read_keys
 from contracts.store import open_store
-from inference.server.listening import beside, split_address
+from inference.server.listening import announced, beside, own_hosts_only, split_address
 from inference.server.policies import find_checkpoint
 from inference.weights.folder import WeightsFolder
 from inference.weights.service import Service
@@ -33,8 +35,10 @@ def serve(
         if first is not None:
             ref: ArtifactRef = find_checkpoint(first, opened, "--first")
             weights.start_with(weights.pull(opened, ref, plain=plain))
-        app = Service(weights, opened, keys).starlette()
-        config = uvicorn.Config(app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=5)
+        app = own_hosts_only(Service(weights, opened, keys).starlette(), host)
+        config = uvicorn.Config(
+            app, host=host, port=port, http=BoundedConnection, log_level="warning", timeout_graceful_shutdown=5
+        )
         asyncio.run(_serve(uvicorn.Server(config), weights.folder))
     finally:
         weights.close()
@@ -42,10 +46,8 @@ def serve(
 
 async def _serve(server: uvicorn.Server, folder: Path) -> None:
     async def announce() -> None:
-        while not server.started:
-            await asyncio.sleep(0.02)
-        host, port = server.servers[0].sockets[0].getsockname()[:2]
-        print(f"weights of {folder} at http://{host}:{port}", flush=True)
+        print(f"weights of {folder} at {(await announced(server)).url}", flush=True)
 
+    allow_open_files()
     async with beside(server, announce()):
         await server.serve()

@@ -313,6 +313,23 @@ def test_lost_connection_cancels_no_turn_and_readers_join_it(policy: Path, tmp_p
     asyncio.run(run())
 
 
+def test_steps_of_an_episode_are_bounded(policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("inference.bridge.sessions.MOST_TURNS", 3)
+
+    async def run() -> None:
+        async with builtin_bridge(policy, tmp_path) as (client, _, _):
+            episode = new_id()
+            await client.start(start_request(episode))
+            for step in (1, 2, 3):
+                assert (await client.step(episode, step, turn_s=1e-9)).finish == pb.DEADLINE
+            async with refused("INVALID_ARGUMENT", "BadMessage", "has 3 steps, as many as one may: end it"):
+                await client.step(episode, 4)
+            assert (await client.step(episode, 3)).finish == pb.DEADLINE, "it may still be asked for"
+            await client.end(episode)
+
+    asyncio.run(run())
+
+
 def test_step_calls_of_one_key_are_bounded(policy: Path, tmp_path: Path) -> None:
     async def run() -> None:
         async with held_bridge(policy, tmp_path, 1, bounds=Bounds(credits=3)) as (client, _, engine):

@@ -33,3 +33,33 @@ def test_signal_at_the_end_of_the_work_keeps_its_result(seen: str, status: int) 
     done = subprocess.run([sys.executable, "-c", SEEN_LATE, seen], capture_output=True, text=True, timeout=60)
     assert done.stdout == "finished\n", "the watcher ended the process while it ended by itself"
     assert (done.returncode, done.stderr) == (status, "")
+
+
+def test_sigterm_lets_a_command_clean_up() -> None:
+    program = """
+import asyncio, os, signal, typer
+from triplane_dagster.cli.guard import GuardedGroup
+
+app = typer.Typer(cls=GuardedGroup)
+app.callback()(lambda: None)
+
+
+@app.command()
+def work() -> None:
+    async def job() -> None:
+        try:
+            asyncio.get_running_loop().call_soon(os.kill, os.getpid(), signal.SIGTERM)
+            await asyncio.sleep(60)
+        finally:
+            print("cleaned up")
+
+    asyncio.run(job())
+
+
+app()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program, "work"], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (143, "cleaned up\n")
+    assert "interrupted (SIGTERM)" in done.stderr and "Traceback" not in done.stderr

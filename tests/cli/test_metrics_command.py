@@ -84,9 +84,12 @@ def test_an_endpoint_is_read_twice() -> None:
     endpoint = Endpoint()
     calls = endpoint.prometheus.Counter("calls", "c", registry=endpoint.registry)
     calls.inc(5)
-    address = f"http://127.0.0.1:{endpoint.start('127.0.0.1:0')}/metrics"
+    port = endpoint.start("127.0.0.1:0")
+    address = f"http://127.0.0.1:{port}/metrics"
     try:
         found = rows(address, "--seconds", "0.2")
+        with pytest.raises(DumpError, match="a port is at most 65535"):
+            read_dump(f"http://127.0.0.1:{port + 65536}/metrics")
     finally:
         endpoint.stop()
     assert found["calls_total"]["value"] == 5 and found["calls_total"]["change"] == 0

@@ -212,6 +212,8 @@ def test_episodes_show_in_json_contains_the_recorded_tokens(here: Run, history: 
         (["--store", "gs://bucket", "status"], "gs"),
         (["experiments", "show", "-e", "x" * 300], "File name too long: shorten it"),
         (["episodes", "show", os.fsdecode(b"\xff")], r"'\udcff' is not UTF-8"),
+        (["recall", "--task", os.fsdecode(b"\xff")], r"--task '\udcff' is not UTF-8"),
+        (["quarantine", "--reward-rule", os.fsdecode(b"\xff")], r"--reward-rule '\udcff' is not UTF-8"),
     ],
 )
 def test_every_error_is_one_line_that_names_the_thing(here: Run, arguments: list[str], named: str) -> None:

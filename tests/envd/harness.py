@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import pytest
 
 from contracts.rpc.listening import Listening
-from envd.client import Limits, ToolCall, ToolResult, VerifyResult
+from envd.client import Access, Limits, ToolCall, ToolResult, VerifyResult
 from envd.operations.client import ManagedSandbox, OperationsClient
 from envd.server.serve import Options, serve
 
@@ -96,14 +96,17 @@ SMALL = Limits(memory_mb=96, pids=16)
 
 
 @asynccontextmanager
-async def served(tmp_path: Path) -> AsyncIterator[OperationsClient]:
-    """A server in this process, and what its loop could tell nobody of: at the end, nothing."""
+async def served(tmp_path: Path, *keys: str) -> AsyncIterator[OperationsClient]:
+    """A server in this process, and what its loop could tell nobody of: at the end, nothing. keys: bearer keys that it
+    accepts, of which the client has the first.
+    """
     unheard: list[str] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: unheard.append(str(context)))
-    listening = Listening(f"unix:{tmp_path}/s")
+    (tmp_path / "keys").write_text("\n".join(keys))
+    listening = Listening(f"unix:{tmp_path}/s", key_file=tmp_path / "keys" if keys else None)
     serving = asyncio.ensure_future(serve(Options(listening, ("plain",), tmp_path / "state")))
     try:
-        async with OperationsClient(listening.address) as client:
+        async with OperationsClient(listening.address, Access(key=keys[0]) if keys else None) as client:
             await client.info()  # it has started
             yield client
     finally:

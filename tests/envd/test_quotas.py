@@ -5,16 +5,23 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from contracts.pb import envd_operations_pb2 as pb
+from contracts.pb import envd_operations_pb2_grpc as rpc
+from contracts.rpc import caller
 from envd.client import Access, EnvdError, Limits, ToolCall
-from envd.errors import QuotaExceeded, RulesDenied, TemplateError
+from envd.connection import SANDBOX_TOKEN
+from envd.errors import FileError, QuotaExceeded, RulesDenied, TemplateError
 from envd.local import LocalEnvd
 from envd.operations.client import OperationsClient
+from envd.server.verifications import Slots
+from tests.envd.harness import served
 
 KEYS = ("first-key-of-enough-characters", "second-key-of-enough-characters")
 SMALL = Limits(memory_mb=64)
@@ -164,6 +171,69 @@ def test_the_same_idempotency_key_of_two_bearer_keys_makes_two_sandboxes(tmp_pat
 
     with serving(tmp_path, "") as run:
         run(job)
+
+
+def test_many_calls_of_one_key_make_the_server_forget_no_answer_of_another(tmp_path: Path) -> None:
+    async def job(client: OperationsClient, other: OperationsClient) -> None:
+        template = await client.put_template({"a": b""})
+        one = await client.create(template, limits=SMALL, idempotency_key="create")
+        asked = (other.ask("operations.Info", pb.InfoRequest(), key=str(number)) for number in range(4100))
+        await asyncio.gather(*asked)
+        again = await client.create(template, limits=SMALL, idempotency_key="create")
+        assert one.id == again.id
+
+    with serving(tmp_path, "") as run:
+        run(job)
+
+
+def test_uploads_of_one_key_take_no_room_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("envd.server.operations.service_files.MAX_UPLOADING", 1 << 20)
+
+    async def job() -> None:
+        async with served(tmp_path, *KEYS) as client, OperationsClient(client.address, Access(key=KEYS[1])) as other:
+            template = await client.put_template({"a": b""})
+            theirs, ours = await client.create(template), await other.create(template)
+            metadata = (("authorization", f"Bearer {KEYS[0]}"), (SANDBOX_TOKEN, theirs.handle.token))
+
+            async def unfinished() -> AsyncIterator[pb.UploadChunk]:
+                yield pb.UploadChunk(header=pb.FileWriteRequest(sandbox_id=theirs.id, path="a", data=bytes(1000 << 10)))
+                await asyncio.sleep(60)
+
+            async with Access().channel(client.address) as channel:
+                stub: Any = rpc.FilesStub(channel)  # type: ignore[no-untyped-call, unused-ignore]
+                holding = stub.Upload(unfinished(), metadata=metadata)
+                await asyncio.sleep(0.5)
+                with pytest.raises(FileError, match="EAGAIN"):
+                    await theirs.files.upload("more", bytes(100 << 10))
+                assert (await ours.files.upload("other", bytes(100 << 10))).size == 100 << 10
+                holding.cancel()
+
+    asyncio.run(job())
+
+
+def test_waiting_verifications_of_one_key_delay_those_of_another_by_one() -> None:
+    async def job() -> None:
+        slots, began, go_on = Slots(1), list[str](), asyncio.Event()
+
+        async def verify(key: bytes, name: str) -> None:
+            caller.known_by(key)
+            await slots.acquire()
+            began.append(name)
+            await go_on.wait()
+            slots.release()
+
+        works = [asyncio.ensure_future(verify(b"one", f"one {number}")) for number in range(5)]
+        await asyncio.sleep(0)
+        gives_up, other = (asyncio.ensure_future(verify(key, "last")) for key in (b"third", b"other"))
+        await asyncio.sleep(0)
+        gives_up.cancel()
+        go_on.set()
+        await asyncio.gather(*works, gives_up, other, return_exceptions=True)
+        assert began == ["one 0", "one 1", "last", "one 2", "one 3", "one 4"]
+        async with asyncio.timeout(1):
+            await slots.acquire()  # none is lost
+
+    asyncio.run(job())
 
 
 def test_snapshots_take_a_bounded_part_of_the_disk_until_they_are_deleted(tmp_path: Path) -> None:

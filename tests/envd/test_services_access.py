@@ -83,6 +83,19 @@ def test_a_key_is_asked_for_on_every_service(tmp_path: Path) -> None:
                 kinds = [event.kind async for event in client.audit()]
                 assert "auth.denied" in kinds
         async with grpc.aio.insecure_channel(address) as channel:
+
+            async def nothing() -> Any:
+                await asyncio.sleep(60)
+                yield b""
+
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await channel.stream_unary("/triplane.envd.v1.Files/Write")(nothing(), timeout=20)
+            assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED, "a request without a key is never received"
+            with pytest.raises(grpc.aio.AioRpcError, match="did not arrive within 5 s"):
+                await channel.stream_unary("/grpc.health.v1.Health/Check")(nothing(), timeout=20)
+            async for told in health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest()):
+                assert told.status == health_pb2.HealthCheckResponse.SERVING
+                break
             health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
             assert health.status == health_pb2.HealthCheckResponse.SERVING, "a kubelet's probe sends no key"
 
@@ -176,6 +189,14 @@ def test_a_compressed_request_is_refused_before_it_is_decompressed(plain: Harnes
             return caught.value.code()
 
     assert asyncio.run(job()) is grpc.StatusCode.UNIMPLEMENTED
+
+
+def test_a_burst_of_calls_cancels_none(plain: Harness) -> None:
+    async def job(client: OperationsClient) -> None:
+        await client.info()
+        await asyncio.gather(*(client.info() for _ in range(6000)))
+
+    plain.client(job)
 
 
 def test_a_message_beyond_the_bound_is_refused_and_the_server_lives_on(plain: Harness) -> None:

@@ -25,19 +25,21 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from contracts.addresses import parse_addresses
-from contracts.errors import TriplaneError
+from contracts.errors import ConfigError, TriplaneError
 from inference.fleet import fleet as module
 from inference.fleet.client import FleetClient
 from inference.fleet.events import Event
 from inference.fleet.face import FleetFace
 from inference.fleet.fleet import Fleet
 from inference.fleet.health import Health, ejected
+from inference.fleet.joining import Joining
 from inference.fleet.pools import Pools, Wanted
 from inference.fleet.probe import REPLY_BYTES, Found
 from inference.fleet.registry import Drain, Joined, LocalRegistry
 from inference.fleet.update import Rollout, roll
 from inference.router import Namespace, Router
 from inference.server.replies import explain
+from inference.server.route import RouterFace, Routing
 from tests.ports import free_port
 from tests.vllm.fleet_servers import until
 
@@ -409,6 +411,68 @@ async def test_a_body_that_any_web_page_may_send_changes_no_fleet() -> None:
             headers = {"content-type": "Application/JSON; charset=utf-8"}
             assert (await client.post("/fleet/join", content=joined, headers=headers)).is_success
             assert "http://203.0.113.9:8000" in found.fleet.replicas
+
+
+@asynccontextmanager
+async def routing() -> AsyncIterator[tuple[RouterFace, httpx.AsyncClient]]:
+    """The face of a router with one server, and a client of it that checks no header."""
+    server = Server()
+    face = RouterFace(Routing(server.url, "127.0.0.1:0"))
+    await face.fleet.start()
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(face.starlette()), base_url="http://router") as client:
+        yield face, client
+    await face.close()
+    server.end()
+
+
+@pytest.mark.parametrize(("header", "status"), [("blanks at its end \t", 404), ("a\0b", 400)])
+async def test_a_header_that_can_not_be_sent_is_no_fault_of_the_servers(header: str, status: int) -> None:
+    async with routing() as (face, client):
+        reply = await client.post("/v1/completions", json={"prompt": [1]}, headers={"x-mine": header})
+        assert reply.status_code == status, "404: the server has no such route"
+        assert status == 404 or "a header can't be passed on" in reply.json()["error"]["message"]
+        assert face.fleet.serving and not any(each.requests for each in face.fleet.replicas.values())
+
+
+async def test_a_page_of_another_name_joins_no_replica_without_a_key() -> None:
+    async with routing() as (face, client):
+        body = {"url": "http://203.0.113.9:8000", "started": 1}
+        reply = await client.post("/fleet/join", json=body, headers={"host": "evil.example:8080"})
+        assert reply.status_code == 401 and len(face.fleet.replicas) == 1
+
+
+async def test_a_reply_that_the_router_reads_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("inference.server.route.HELD_BYTES", 4)
+    async with routing() as (face, client):
+        reply = await client.post("/v1/completions", json={"prompt": [1]}, headers={"x-policy-version": "v1"})
+        assert reply.status_code == 409 and "a request failed (InvalidReply)" in str(face.fleet.faults)
+
+
+@pytest.mark.parametrize("url", ["http://[::1", "http://127.0.0.1:80800", "hooks.example/x", "http:///x"])
+async def test_a_webhook_or_router_that_is_no_url_is_refused_at_the_start(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"--webhook .* is not a URL"):
+        RouterFace(Routing("", "127.0.0.1:0", webhook=url))
+    with pytest.raises(ConfigError, match="is not the URL of a router"):
+        Joining((url,), "http://203.0.113.9:8000")
+
+
+@pytest.mark.parametrize("header", ["x-session", "x-group"])
+async def test_a_long_name_is_refused_before_it_is_kept(header: str) -> None:
+    async with routing() as (_, client):
+        reply = await client.post("/v1/completions", json={"prompt": [1]}, headers={header: "n" * 257})
+        assert reply.status_code == 400 and f"{header} is longer than 256" in reply.json()["error"]["message"]
+        assert (
+            await client.post("/v1/completions", json={"prompt": [1]}, headers={header: "n" * 256})
+        ).status_code == 404
+
+
+@pytest.mark.parametrize("started", ["NaN", "Infinity"])
+async def test_a_process_that_started_at_no_time_joins_no_fleet(started: str) -> None:
+    async with routing() as (face, client):
+        body = f'{{"url": "http://203.0.113.9:8000", "started": {started}}}'
+        reply = await client.post("/fleet/join", content=body, headers={"content-type": "application/json"})
+        assert reply.status_code == 400 and reply.json()["error"]["message"].startswith("started: ")
+        assert (await client.get("/fleet")).status_code == 200 and len(face.fleet.replicas) == 1
 
 
 @pytest.mark.parametrize("loading", [True, False])

@@ -120,6 +120,18 @@ async def test_reply_of_another_shape_is_an_error_of_the_engine(
     await engine.close()
 
 
+async def test_a_reply_without_end_is_an_error_of_the_engine(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("inference.engines.http.REPLY_BYTES", 1 << 20)
+    engine, params = open_engine(OpenAIConfig(base_url=address), Path(SERVED), "ab" * 32), SamplingParams(1.0, 4, 0)
+    monkeypatch.setattr(_Server, "raw", ("application/json", b" " * (2 << 20)))
+    with pytest.raises(EngineError, match="more than 1 MiB"):
+        await engine.generate([1], params)
+    monkeypatch.setattr(_Server, "raw", ("text/event-stream", b"data: " + b" " * (2 << 20)))
+    with pytest.raises(EngineError, match="more than 1 MiB"):
+        await anext(engine.stream([1], params))
+    await engine.close()
+
+
 @pytest.fixture
 def outside(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Artifact:
     """What stands for the server's policy."""

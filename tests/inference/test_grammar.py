@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from contracts.chat import CALL_END, CALL_START, ChatTokenizer, ToolCallText, parse_turn, render_call
+from contracts.rpc import caller
 from contracts.supports import WHOLE
 from curation.tokenizer import train_tokenizer
 from envd.tools import TOOLSETS, ToolSpec, toolset_named
@@ -336,6 +337,30 @@ async def test_a_slow_grammar_holds_up_no_known_one_and_no_thread_of_the_pool(
     finally:
         go_on.set()
     assert all(isinstance(each, EngineError) for each in await asyncio.gather(*waiting, return_exceptions=True))
+
+
+async def test_many_new_grammars_of_one_key_delay_that_of_another_by_one(
+    policy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried, go_on = list[str](), threading.Event()
+
+    def refuse(grammar: str, *others: Any) -> None:
+        tried.append(grammar)
+        go_on.wait(60)
+        raise EngineError("no")
+
+    async def compiled_for(key: bytes, grammar: str) -> None:
+        caller.known_by(key)
+        await compiling.compiled_async(grammar, vocabulary, [2])
+
+    monkeypatch.setattr(compiling, "_try", refuse)
+    vocabulary = Vocabulary.of(policy / "tokenizer.json", SIZE)
+    asked = [*((b"one", f"one {number}") for number in range(4)), (b"other", "other")]
+    works = [asyncio.create_task(compiled_for(*each)) for each in asked]
+    await asyncio.sleep(0)
+    go_on.set()
+    assert all(isinstance(each, EngineError) for each in await asyncio.gather(*works, return_exceptions=True))
+    assert tried.index("other") <= 2 and tried[-1] == "one 3"
 
 
 def test_a_refused_grammar_is_tried_once_in_a_while(policy: Path, monkeypatch: pytest.MonkeyPatch) -> None:

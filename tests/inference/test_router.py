@@ -275,3 +275,17 @@ def test_rates_approach_those_of_the_answers() -> None:
     for _ in range(50):
         lone.learn(1000, 0, 0.0)
     assert lone.prefill_s > 0 and lone.decode_s > 0
+
+
+def test_sessions_are_bounded_by_the_length_of_their_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("inference.router.router.SESSION_BLOCKS", 100)
+    made = router(2)
+    for number in range(20):
+        for turn in range(1, 4):
+            send(made, [number] * SIZE * 10 * turn, session=f"s{number}")
+    assert len(made.sessions._open) == 3, "of 30 blocks each"
+    for number in range(20):
+        made.end(f"s{number}")
+    assert made.sessions._left == 100
+    send(made, [1] * SIZE * 200, session="longer than all may be together")
+    assert len(made.sessions._open) == 1

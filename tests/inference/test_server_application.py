@@ -82,6 +82,8 @@ async def test_a_tokenizer_that_cannot_be_read_keeps_the_policy(write_policy: Ca
     async with opened(first) as client:
         refused = await client.post("/v1/load_weights", json={"directory": str(second), "version": "second"})
         assert refused.status_code == 400 and "lacks the chat tokens" in refused.json()["error"]["message"]
+        long = await client.post("/v1/load_weights", json={"directory": "d" * 5000, "version": "second"})
+        assert long.status_code == 400 and "File name too long" in long.json()["error"]["message"]
         assert (await client.get("/version")).json() == {"version": "first"}
 
 

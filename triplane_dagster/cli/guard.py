@@ -14,7 +14,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from triplane_dagster.cli.faults import line_of
-from triplane_dagster.cli.interrupts import Interrupted, is_interrupt
+from triplane_dagster.cli.interrupts import Interrupted, Terminated, is_interrupt, terminable
 
 
 class GuardedGroup(TyperGroup):
@@ -26,12 +26,14 @@ class GuardedGroup(TyperGroup):
         Exits 1 after an error of Triplane, and 130 or 143 after a signal, as shells do.
         """
         try:
-            return super().invoke(ctx)
+            with terminable():
+                return super().invoke(ctx)
         except BaseException as error:
             if os.environ.get("TRIPLANE_DEBUG"):
                 raise
             if is_interrupt(error):
-                stopped = error if isinstance(error, Interrupted) else Interrupted(signal.SIGINT)
+                number = signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT
+                stopped = error if isinstance(error, Interrupted) else Interrupted(number)
                 _say(f"\n{_escape(stopped)}")
                 raise typer.Exit(stopped.exit_status) from None
             line = line_of(error)

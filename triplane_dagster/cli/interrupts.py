@@ -48,6 +48,23 @@ class Interrupted(BaseException):
         self.exit_status = 128 + number
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM arrived at a command without `stoppable`. As Ctrl-C it gets out of event loops, which then clean up."""
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """Context in which SIGTERM raises Terminated, unless a command handles it. Does nothing in other threads."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, _terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def how_to_go_on(number: int) -> str:
     """One line that an interrupted command prints."""
     command = "triplane " + shlex.join(sys.argv[1:])
@@ -124,6 +141,10 @@ def stoppable(line: str | None = None) -> Iterator[Interruption]:
 
 def _raise(number: int, frame: FrameType | None) -> None:
     raise Interrupted(number)
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    raise Terminated
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:

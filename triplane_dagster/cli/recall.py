@@ -67,7 +67,10 @@ def one_question(who: str, *values: str | None) -> tuple[What, str]:
     given = [(what, value) for what, value in zip(options, values, strict=True) if value]
     if len(given) != 1:
         raise ConfigError(f"{who} one question: give one of --episode, --task, --image, --tool, --reward-rule")
-    return given[0]
+    what, value = given[0]
+    if any("\ud800" <= character <= "\udfff" for character in value):  # bytes of the command line
+        raise ConfigError(f"--{'reward-rule' if what == 'rule' else what} {value!r} is not UTF-8: write it so")
+    return what, value
 
 
 def _print(found: Recall, what: str, value: str) -> None:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 import yaml
 
-from contracts.addresses import require_free
+from contracts.addresses import Address, require_free
 from contracts.errors import ConfigError
 from contracts.retries import backoff_s
 from trainer.lifetime import PARENT_VARIABLE
@@ -48,7 +48,7 @@ def ui(
     definitions = project_workspace()
     require_free(host, port, "--host or --port")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that no process outlives this one
-    typer.echo(f"http://{host}:{port} (Ctrl-C stops it)", err=True)
+    typer.echo(f"{Address(host, port).url} (Ctrl-C stops it)", err=True)
     os.environ.setdefault("DAGSTER_DISABLE_TELEMETRY", "1")
     from triplane_dagster.dead_runs import end_dead_runs
     from triplane_dagster.experiment_files import experiments_folder, load_folder

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import errno
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from typing import Any, cast
 
 from contracts.pb import envd_operations_pb2 as pb
 from contracts.pb import envd_operations_pb2_grpc as rpc
+from contracts.rpc import caller
 from envd.errors import EnvdError, FileError
 from envd.guest.link import ChangeKind, Entry, GuestLink
 from envd.guest.protocol import CHUNK
@@ -24,7 +26,7 @@ from envd.server.sandboxes import Sandboxes
 
 MAX_READ = 32 * 1024 * 1024
 MAX_UPLOADING = 256 * 1024 * 1024
-"""Bytes of all uploads in progress together; the server buffers a file until it is complete."""
+"""Bytes of all uploads of one key in progress together; the server buffers a file until it is complete."""
 _IDLE_S = 60.0
 _REFUSING_S = 10.0
 _ENTRIES, _MAX_ENTRIES = 10_000, 100_000
@@ -38,7 +40,7 @@ class FilesService(Service, rpc.FilesServicer):
 
     def __init__(self, sandboxes: Sandboxes) -> None:
         super().__init__(sandboxes)
-        self._uploading = 0
+        self._uploading = Counter[str]()
 
     @unary
     async def Read(self, request: pb.FileReadRequest, context: Context) -> pb.FileReadReply:
@@ -144,18 +146,18 @@ class FilesService(Service, rpc.FilesServicer):
         if not first.HasField("header"):
             raise EnvdError("the first message of Upload holds no header: send one")
         header, disk = first.header, self.live(first.header, context).spec.limits.disk_mb << 20
-        pieces, size = [header.data], len(header.data)
+        pieces, size, key = [header.data], len(header.data), caller.key()
         try:
-            self._uploading += size
+            self._uploading[key] += size
             chunk: pb.UploadChunk | None = first
             while chunk is not None:
                 pieces.append(chunk.data)
                 size += len(chunk.data)
-                self._uploading += len(chunk.data)
-                if size > disk or self._uploading > MAX_UPLOADING:
+                self._uploading[key] += len(chunk.data)
+                if size > disk or self._uploading[key] > MAX_UPLOADING:
                     pieces.clear()
                     if size <= disk:
-                        reason = f"uploads of {self._uploading} bytes are under way"
+                        reason = f"uploads of {self._uploading[key]} bytes are under way"
                         self.sandboxes.audit.record(
                             "request.refused", header.sandbox_id, method="Upload", reason=reason
                         )
@@ -169,7 +171,7 @@ class FilesService(Service, rpc.FilesServicer):
             raise FileError.of(errno.ETIMEDOUT, header.path) from error
         finally:
             pieces.clear()  # otherwise an exception's traceback keeps them in memory until the next collection
-            self._uploading -= size
+            self._uploading[key] -= size
 
     @streaming
     async def Download(self, request: pb.PathRequest, context: Context) -> AsyncIterator[pb.DownloadChunk]:
