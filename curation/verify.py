@@ -3,6 +3,7 @@
     grade(task, diff) -> memory -> store (verdicts/) -> runs, once for identical requests in flight -> find_cheating
                                         ^----------------------------------------------------- make_verdict <-'
                                         created exclusively: the first verdict counts for everyone
+    confirm(task, diff) -> grade -> of an unsolved state, the same again by the tests that it passed
 
 Each run has its own sandbox. The first runs the tests as written. If they pass, further runs follow in random order:
 without expectations, as decoys, and repeated; they start with the first if nothing else is being graded. `cheating`
@@ -16,6 +17,7 @@ import asyncio
 import dataclasses
 import random
 from collections import OrderedDict
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -29,7 +31,7 @@ from contracts.errors import ArtifactCorrupt, ArtifactMissing
 from contracts.final_states import AnswerState, RequestsState
 from contracts.store import Store
 from contracts.tasks import Checks, Task
-from curation.cheating import Evidence, base_name, base_names, find_cheating, passed, passing
+from curation.cheating import Evidence, base_name, base_names, find_cheating, passed, passing, restricted
 from curation.errors import CurationError
 from curation.findings import SUSPICIONS, Finding, finding, merged
 from curation.once import Once
@@ -44,12 +46,18 @@ VERIFIER_VERSION = "8"
 states, or the test runs and reports of envd.
 """
 
+CONFIRMED_VERSION = "1"
+"""Bump if `Verifier.confirm` may count other tests of the same final state."""
+
 MAX_DIFF_BYTES = 32 * 1024 * 1024
 """A larger final state fails without a run: it exceeds envd's messages, and size must not exempt a policy from grading.
 """
 
 REMEMBERED = 65_536
 """Verdicts kept in memory."""
+
+_MOST_PARTS = 3
+"""Times that `confirm` tries the tests that passed, each time without those that failed the time before."""
 
 
 class TestVerdict(Frozen):
@@ -96,9 +104,12 @@ class Verdict(Frozen):
         return len(self.tests)
 
 
-def verdict_key(task: Task, diff: bytes) -> str:
-    """Store key of the verdict of a final state."""
-    key = digest_of({"task": task.digest, "final_state": sha256(diff), "verifier": VERIFIER_VERSION})
+def verdict_key(task: Task, diff: bytes, *, part: bool = False) -> str:
+    """Store key of the verdict of a final state. part: the task has a part of the tests, see `Verifier.confirm`."""
+    key = digest_of(
+        {"task": task.digest, "final_state": sha256(diff), "verifier": VERIFIER_VERSION}
+        | ({"confirmed": CONFIRMED_VERSION} if part else {})
+    )
     return f"verdicts/{key[:2]}/{key}.json"
 
 
@@ -171,6 +182,33 @@ def make_verdict(
 def verdict_of(result: VerifyResult) -> Verdict:
     """Verdict on a final state that no hidden test grades: each check of its result must have passed."""
     return make_verdict(tuple(outcome.name for outcome in result.outcomes), result)
+
+
+def wholly_passed(tests: Sequence[str], verdict: Verdict) -> tuple[str, ...]:
+    """Those of `tests`, in order, whose functions passed with all the parameters that `tests` names."""
+    good = {row.name for row in verdict.tests if row.status == "passed"}
+    failed = base_names([test for test in tests if test not in good])
+    return tuple(test for test in tests if base_name(test) not in failed)
+
+
+def confirmed(verdict: Verdict, parts: Sequence[Verdict]) -> Verdict:
+    """The verdict on an unsolved state, in which a test has passed only if the last of `parts` is solved and names it.
+
+    parts: verdicts by the tests that passed in the one before.
+    """
+    last = parts[-1] if parts else None
+    sure = {row.name for row in last.tests} if last and last.solved else set()
+    lost = {"status": "error", "message": "it passed, but runs without the failed tests do not confirm it"}
+    return verdict.model_copy(
+        update={
+            "exit": last.exit if last and last.exit in ("timed_out", "ungradable") else verdict.exit,
+            "tests": [
+                row.model_copy(update=lost) if row.status == "passed" and row.name not in sure else row
+                for row in verdict.tests
+            ],
+            "findings": merged([*verdict.findings, *(each for part in parts for each in part.findings)]),
+        }
+    )
 
 
 @dataclass
@@ -261,13 +299,40 @@ class Verifier:
             raise CurationError(
                 f"task {task.task_id} has no hidden tests, so it can't be solved: leave it out of the suite"
             )
-        key = verdict_key(task, diff)
+        return await self._shared(verdict_key(task, diff), lambda: self._verify(task, diff))
+
+    async def confirm(self, task: Task, diff: bytes) -> Verdict:
+        """Verdict of `grade`, but a test of an unsolved state has passed only if runs without the failed tests agree.
+
+        `grade` runs a state that fails a test once, so it believes the others. Here these are run again, without the
+        failed ones, as written, observed and as decoys, as the tests of a solved state are. A test that passes only
+        beside the failed ones does not count, nor does one of a function that failed with another parameter: decoys
+        and observations run functions with all parameters. Raises the errors of `grade`.
+        """
+        verdict = await self.grade(task, diff)
+        if verdict.solved or not task.tests or not verdict.tests_passed:
+            return verdict
+        checks, parts, tests = await self.checks(task), list[Verdict](), wholly_passed(task.tests, verdict)
+        with tracing.span("confirm", {"triplane.task": task.task_id}) as span:
+            while tests and len(parts) < _MOST_PARTS:
+                part = dataclasses.replace(task, tests=tests, checks=restricted(checks, base_names(tests)))
+                key, verify = verdict_key(part, diff, part=True), partial(self._verify, part, diff, part=True)
+                parts.append(await self._shared(key, verify))
+                before, tests = tests, wholly_passed(tests, parts[-1])
+                if parts[-1].tampered or tests == before:
+                    break
+            verdict = confirmed(verdict, parts)
+            span.set({"triplane.tests_passed": verdict.tests_passed, "triplane.verdict": verdict.exit})
+            return verdict
+
+    async def _shared(self, key: str, verify: Callable[[], Coroutine[None, None, Verdict]]) -> Verdict:
+        """Verdict of a key: remembered, or made once for all callers at once."""
         if key in self._memory:
             self._memory.move_to_end(key)
             return self._memory[key]
         flight = self._flights.get(key)
         if flight is None:
-            flight = self._flights[key] = _Flight(asyncio.create_task(self._settle(key, task, diff)))
+            flight = self._flights[key] = _Flight(asyncio.create_task(self._settle(key, verify)))
         flight.waiting += 1
         try:
             return await asyncio.shield(flight.work)
@@ -304,15 +369,15 @@ class Verifier:
             return read_checks(self._store, key) or proof.checks
         return proof.checks
 
-    async def _settle(self, key: str, task: Task, diff: bytes) -> Verdict:
+    async def _settle(self, key: str, verify: Callable[[], Coroutine[None, None, Verdict]]) -> Verdict:
         async with self._slots:
             loop = asyncio.get_running_loop()
             verdict = await loop.run_in_executor(self._readers, self._recall, key)
             if verdict is None:
-                verdict = await self._verify(task, diff)
+                verdict = await verify()
                 if verdict.exit in ("timed_out", "crashed"):
                     # retry: the cause may be the graded state, a busy machine or a killed process
-                    verdict = await self._verify(task, diff)
+                    verdict = await verify()
                 if verdict.exit == "timed_out":
                     return verdict
                 verdict = await loop.run_in_executor(self._readers, self._record, key, verdict)
@@ -321,7 +386,8 @@ class Verifier:
             self._memory.popitem(last=False)
         return verdict
 
-    async def _verify(self, task: Task, diff: bytes) -> Verdict:
+    async def _verify(self, task: Task, diff: bytes, *, part: bool = False) -> Verdict:
+        """part: the task has a part of the tests, which have passed beside the others."""
         if len(diff) > MAX_DIFF_BYTES:
             return make_verdict(task.tests, VerifyResult((), "apply_failed", ""))
         self._active += 1
@@ -330,10 +396,10 @@ class Verifier:
             if (
                 self._eager and self._active == 1 and self._known(task)
             ):  # no other verification waits for the second core
-                beside = asyncio.create_task(self._beside(task, diff, await self.checks(task)))
+                beside = asyncio.create_task(self._beside(task, diff, await self.checks(task), part=part))
             written = await self._runs.run(task, diff)
             if passed(task.tests, written):
-                return await self._doubt(task, diff, written, await self.checks(task), beside)
+                return await self._doubt(task, diff, written, await self.checks(task), beside, part=part)
             return make_verdict(task.tests, written, await self.checks(task) if written.tampering else None)
         except Ungradable as error:
             rows = [
@@ -351,19 +417,26 @@ class Verifier:
         return task.checks is not None or self._checks.done(task.digest)
 
     async def _doubt(
-        self, task: Task, diff: bytes, written: VerifyResult, checks: Checks, begun: asyncio.Task[_Beside] | None
+        self,
+        task: Task,
+        diff: bytes,
+        written: VerifyResult,
+        checks: Checks,
+        begun: asyncio.Task[_Beside] | None,
+        *,
+        part: bool,
     ) -> Verdict:
         """Verdict on a state whose tests pass as written.
 
         begun: the runs beside the first, if they already started. Where one of them that timed out decides, the verdict
         is `timed_out`, since it depends on the clock.
         """
-        found = await (begun or self._beside(task, diff, checks))
-        evidence = await asyncio.to_thread(find_cheating, checks, found.observed, found.decoys)
+        found = await (begun or self._beside(task, diff, checks, part=part))
+        evidence = await asyncio.to_thread(find_cheating, checks, found.observed, found.decoys, part=part)
         late = _is_late(found.observed)
         if evidence.findings:  # run again, so that an unstable test is not reported as tampering
             again = await self._beside(task, diff, checks, repeat=True)
-            second = await asyncio.to_thread(find_cheating, checks, again.observed, again.decoys)
+            second = await asyncio.to_thread(find_cheating, checks, again.observed, again.decoys, part=part)
             found.repeated.extend(again.repeated)
             late = late or _is_late(again.observed)
             # a decoy that times out does not pass, so findings of decoys do not depend on time
@@ -384,13 +457,16 @@ class Verifier:
         late = late or any(map(_is_late, found.repeated))
         if late and evidence.tests and not any(each.tampering for each in evidence.findings):
             written = dataclasses.replace(written, exit="timed_out")
-        told = [*written.tampering, *(name for result in found.all for name in result.tampering)]
-        written = dataclasses.replace(written, tampering=tuple(dict.fromkeys(told)))
-        if evidence.findings:
-            await self._runs.tell(task, [each.name for each in evidence.findings])
+        named = [*written.tampering, *(name for result in found.all for name in result.tampering)]
+        written = dataclasses.replace(written, tampering=tuple(dict.fromkeys(named)))
+        told = [each.name for each in evidence.findings if each.kind != "unconfirmed"]
+        if told:
+            await self._runs.tell(task, told)
         return make_verdict(task.tests, written, checks, evidence)
 
-    async def _beside(self, task: Task, diff: bytes, checks: Checks, *, repeat: bool = False) -> _Beside:
+    async def _beside(
+        self, task: Task, diff: bytes, checks: Checks, *, repeat: bool = False, part: bool = False
+    ) -> _Beside:
         """Runs without expectations, of decoys, and repeated as written, in random order."""
         tests = base_names(task.tests)
         observed, hidden = checks.observed, task.hidden_files
@@ -402,8 +478,9 @@ class Verifier:
         ]
         if observed is not None:
             asked.append((_OBSERVED, hidden | observed.files, tests))
-        if repeat or not set(tests) <= checks.fully_observed:
-            asked.append((_REPEATED, hidden, task.tests))  # the observed run already repeats the observed tests
+        # the observed run already repeats the observed tests; those of a part have passed beside the others
+        if repeat or not (part or set(tests) <= checks.fully_observed):
+            asked.append((_REPEATED, hidden, task.tests))
         self._order.shuffle(asked)
         results = await asyncio.gather(*(self._runs.run(task, diff, files, named) for _, files, named in asked))
         by_kind = {kind: result for (kind, _, _), result in zip(asked, results, strict=True)}
