@@ -79,6 +79,36 @@ def find_cheating(
     return Evidence(tuple(findings), why)
 
 
+def agreeing(observed: Observed, test: str, named: int, result: VerifyResult) -> int:
+    """Number of a test's parameters whose values satisfy its assertions, in a run of all parameters as observed.
+
+    test: a name without parameters. named: number of its parameters that the task names; the others are taken to agree.
+    0 for a test that does not run each of its assertions once with each parameter.
+    """
+    left = {key: Counter(values) for key, values in observed.seen[test].items()}
+    once = {key for key in left if observed.rules[key].form != "kind"}
+    totals = {left[key].total() for key in once}
+    if result.exit != "completed" or len(totals) != 1 or not all(observed.rules[key].exact for key in once):
+        return 0
+    rows: dict[str, dict[str, list[str]]] = {}
+    for each in result.observations:
+        if base_name(each.test) == test:
+            rows.setdefault(each.test, {}).setdefault(each.key, []).append(each.value)
+    count = named - totals.pop()
+    for keys in rows.values():
+        used = {key: Counter(map(rights, values)) for key, values in keys.items()}
+        if (
+            once <= keys.keys() <= left.keys()
+            and all(used[key].total() == 1 for key in once)
+            and all(used[key].keys() <= (+left[key]).keys() for key in keys)
+            and all(agrees(observed, key, value) for key, values in keys.items() for value in values)
+        ):
+            count += 1
+            for key in once:  # each expected value counts once
+                left[key] -= used[key]
+    return max(count, 0)
+
+
 def restricted(checks: Checks, tests: Collection[str]) -> Checks:
     """Checks of some tests alone. tests: names without parameters."""
     observed = checks.observed

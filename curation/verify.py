@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import random
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -30,16 +30,16 @@ from contracts.digests import canonical_json, digest_of, sha256
 from contracts.errors import ArtifactCorrupt, ArtifactMissing
 from contracts.final_states import AnswerState, RequestsState
 from contracts.store import Store
-from contracts.tasks import Checks, Task
-from curation.cheating import Evidence, base_name, base_names, find_cheating, passed, passing, restricted
+from contracts.tasks import Checks, Observed, Task
+from curation.cheating import Evidence, agreeing, base_name, base_names, find_cheating, passed, passing, restricted
 from curation.errors import CurationError
 from curation.findings import SUSPICIONS, Finding, finding, merged
 from curation.once import Once
 from curation.runs import Runs, Ungradable
 from curation.states.answer import grade_answer
 from curation.states.requests import grade_requests
-from curation.tasks.checks.proving import CHECKS_VERSION, prove
-from envd.client import SandboxClient, VerifyResult
+from curation.tasks.checks.proving import CHECKS_VERSION, prove, wholly_observed
+from envd.client import SandboxClient, TestOutcome, VerifyResult
 
 VERIFIER_VERSION = "8"
 """Bump if the same final state may get another verdict, after changes of this file, LIMITS, cheating, checks,
@@ -104,11 +104,11 @@ class Verdict(Frozen):
         return len(self.tests)
 
 
-def verdict_key(task: Task, diff: bytes, *, part: bool = False) -> str:
-    """Store key of the verdict of a final state. part: the task has a part of the tests, see `Verifier.confirm`."""
+def verdict_key(task: Task, diff: bytes, part: Sequence[str] = ()) -> str:
+    """Store key of the verdict of a final state. part: tests of a verdict on only some, see `Verifier.confirm`."""
     key = digest_of(
         {"task": task.digest, "final_state": sha256(diff), "verifier": VERIFIER_VERSION}
-        | ({"confirmed": CONFIRMED_VERSION} if part else {})
+        | ({"confirmed": CONFIRMED_VERSION, "tests": list(part)} if part else {})
     )
     return f"verdicts/{key[:2]}/{key}.json"
 
@@ -191,24 +191,32 @@ def wholly_passed(tests: Sequence[str], verdict: Verdict) -> tuple[str, ...]:
     return tuple(test for test in tests if base_name(test) not in failed)
 
 
-def confirmed(verdict: Verdict, parts: Sequence[Verdict]) -> Verdict:
-    """The verdict on an unsolved state, in which a test has passed only if the last of `parts` is solved and names it.
+def confirmed(verdict: Verdict, parts: Sequence[Verdict], rows: Verdict | None) -> Verdict:
+    """The verdict on an unsolved state, in which of the tests that passed only the confirmed ones count.
 
-    parts: verdicts by the tests that passed in the one before.
+    parts: verdicts on functions that passed, without those that failed in the one before; if the last is solved, it
+    confirms its tests. rows: verdict on single parameters.
     """
-    last = parts[-1] if parts else None
-    sure = {row.name for row in last.tests} if last and last.solved else set()
+    last = [*parts[-1:], *([rows] if rows else [])]
+    sure = {row.name for each in last if each.solved or each is rows for row in each.tests if row.status == "passed"}
+    found = [each for part in (verdict, *parts, *last) for each in part.findings]
     lost = {"status": "error", "message": "it passed, but runs without the failed tests do not confirm it"}
     return verdict.model_copy(
         update={
-            "exit": last.exit if last and last.exit in ("timed_out", "ungradable") else verdict.exit,
+            "exit": next((each.exit for each in last if each.exit in ("timed_out", "ungradable")), verdict.exit),
             "tests": [
                 row.model_copy(update=lost) if row.status == "passed" and row.name not in sure else row
                 for row in verdict.tests
             ],
-            "findings": merged([*verdict.findings, *(each for part in parts for each in part.findings)]),
+            "findings": merged(found),
         }
     )
+
+
+def ungradable(tests: Sequence[str], error: Ungradable) -> Verdict:
+    """Verdict on a state whose verification alone fails."""
+    rows = [TestVerdict(name=name, status="missing", message=f"ungradable: {error}"[:500]) for name in tests]
+    return Verdict(solved=False, exit="ungradable", tests=rows)
 
 
 @dataclass
@@ -304,26 +312,70 @@ class Verifier:
     async def confirm(self, task: Task, diff: bytes) -> Verdict:
         """Verdict of `grade`, but a test of an unsolved state has passed only if runs without the failed tests agree.
 
-        `grade` runs a state that fails a test once, so it believes the others. Here these are run again, without the
-        failed ones, as written, observed and as decoys, as the tests of a solved state are. A test that passes only
-        beside the failed ones does not count, nor does one of a function that failed with another parameter: decoys
-        and observations run functions with all parameters. Raises the errors of `grade`.
+        `grade` runs a state that fails a test once, so it believes the others. Here the functions that passed are run
+        again without the failed ones, as written, observed and as decoys, as the tests of a solved state are. Of a
+        function that failed with some parameters, as many have passed as values agree, if all its assertions are
+        observed; otherwise none, since these runs have all parameters. Raises the errors of `grade`.
         """
         verdict = await self.grade(task, diff)
         if verdict.solved or not task.tests or not verdict.tests_passed:
             return verdict
-        checks, parts, tests = await self.checks(task), list[Verdict](), wholly_passed(task.tests, verdict)
         with tracing.span("confirm", {"triplane.task": task.task_id}) as span:
-            while tests and len(parts) < _MOST_PARTS:
-                part = dataclasses.replace(task, tests=tests, checks=restricted(checks, base_names(tests)))
-                key, verify = verdict_key(part, diff, part=True), partial(self._verify, part, diff, part=True)
-                parts.append(await self._shared(key, verify))
-                before, tests = tests, wholly_passed(tests, parts[-1])
-                if parts[-1].tampered or tests == before:
-                    break
-            verdict = confirmed(verdict, parts)
+            checks, whole = await self.checks(task), wholly_passed(task.tests, verdict)
+            parts, rows = (
+                await self._functions(task, diff, checks, whole),
+                await self._rows(task, diff, checks, verdict),
+            )
+            verdict = confirmed(verdict, parts, rows)
             span.set({"triplane.tests_passed": verdict.tests_passed, "triplane.verdict": verdict.exit})
             return verdict
+
+    async def _functions(self, task: Task, diff: bytes, checks: Checks, tests: tuple[str, ...]) -> list[Verdict]:
+        """Verdicts on the tests of functions that passed: on all, then on those that passed alone, until none fails."""
+        parts: list[Verdict] = []
+        while tests and len(parts) < _MOST_PARTS:
+            part = dataclasses.replace(task, tests=tests, checks=restricted(checks, base_names(tests)))
+            verify = partial(self._verify, part, diff, part=True)
+            parts.append(await self._shared(verdict_key(task, diff, tests), verify))
+            before, tests = tests, wholly_passed(tests, parts[-1])
+            if parts[-1].tampered or tests == before:
+                break
+        return parts
+
+    async def _rows(self, task: Task, diff: bytes, checks: Checks, verdict: Verdict) -> Verdict | None:
+        """Verdict on the passed parameters of functions that failed with others; None if no values tell.
+
+        Functions of which a parameter ended the run are left out: they would end this one, too.
+        """
+        failed = {base_name(row.name) for row in verdict.tests if row.status != "passed"}
+        failed -= {base_name(row.name) for row in verdict.tests if row.status == "missing"}
+        tests = tuple(row.name for row in verdict.tests if row.status == "passed" and base_name(row.name) in failed)
+        if not tests or checks.observed is None:
+            return None
+        told = await asyncio.to_thread(wholly_observed, base_names(task.tests), checks.observed, task.hidden_files)
+        tests = tuple(test for test in tests if base_name(test) in told)
+        if not tests:
+            return None
+        count = partial(self._count, task, diff, checks, checks.observed, tests)
+        return await self._shared(verdict_key(task, diff, tests), count)
+
+    async def _count(
+        self, task: Task, diff: bytes, checks: Checks, observed: Observed, tests: tuple[str, ...]
+    ) -> Verdict:
+        """Verdict on some parameters of functions: as many have passed as values agree in a run of all of them."""
+        try:
+            result = await self._runs.run(task, diff, task.hidden_files | observed.files, base_names(tests))
+        except Ungradable as error:
+            return ungradable(tests, error)
+        named = Counter(map(base_name, task.tests))
+        left = {
+            name: await asyncio.to_thread(agreeing, observed, name, named[name], result) for name in base_names(tests)
+        }
+        outcomes = []
+        for test in tests:
+            left[base_name(test)] -= 1
+            outcomes.append(TestOutcome(test, "passed" if left[base_name(test)] >= 0 else "error"))
+        return make_verdict(tests, dataclasses.replace(result, outcomes=tuple(outcomes)), checks)
 
     async def _shared(self, key: str, verify: Callable[[], Coroutine[None, None, Verdict]]) -> Verdict:
         """Verdict of a key: remembered, or made once for all callers at once."""
@@ -387,7 +439,7 @@ class Verifier:
         return verdict
 
     async def _verify(self, task: Task, diff: bytes, *, part: bool = False) -> Verdict:
-        """part: the task has a part of the tests, which have passed beside the others."""
+        """Verdict of new runs. part: the task has a part of its tests, which have passed beside the others."""
         if len(diff) > MAX_DIFF_BYTES:
             return make_verdict(task.tests, VerifyResult((), "apply_failed", ""))
         self._active += 1
@@ -402,10 +454,7 @@ class Verifier:
                 return await self._doubt(task, diff, written, await self.checks(task), beside, part=part)
             return make_verdict(task.tests, written, await self.checks(task) if written.tampering else None)
         except Ungradable as error:
-            rows = [
-                TestVerdict(name=name, status="missing", message=f"ungradable: {error}"[:500]) for name in task.tests
-            ]
-            return Verdict(solved=False, exit="ungradable", tests=rows)
+            return ungradable(task.tests, error)
         finally:
             self._active -= 1
             if beside is not None and not beside.done():
@@ -429,7 +478,7 @@ class Verifier:
         """Verdict on a state whose tests pass as written.
 
         begun: the runs beside the first, if they already started. Where one of them that timed out decides, the verdict
-        is `timed_out`, since it depends on the clock.
+        is `timed_out`, since it depends on the clock. part: see `_verify`.
         """
         found = await (begun or self._beside(task, diff, checks, part=part))
         evidence = await asyncio.to_thread(find_cheating, checks, found.observed, found.decoys, part=part)

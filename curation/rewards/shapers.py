@@ -27,7 +27,7 @@ class Shaper(Component):
 
 class TestsComponent(Shaper):
     """Share of the task's hidden tests that passed, in [0, 1], also of an unsolved state confirmed by decoys and
-    observations. A test function of which one parameter failed does not count.
+    observations; see docs/rewards.md.
     """
 
     __test__ = False

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from verifier_tasks import graded, task_of, with_checks
 
-from contracts.tasks import Task
+from contracts.tasks import Observed, Rule, Task
+from curation.cheating import agreeing
 from curation.verify import Verdict
+from envd.client import VerifyResult
+from envd.types import Observation
 
 WRONG = "def rows(count):\n    return None\n"
 RIGHT = "def rows(count):\n    if count < 0:\n        raise ValueError('negative')\n    return [3] * count\n"
@@ -19,7 +24,7 @@ seen = []
 
 
 def check(found, expected):
-    assert type(found) is list
+    assert len(found) == len(expected)
     assert found == expected
 
 
@@ -81,7 +86,11 @@ HONEST = {
     ),
     "one parameter of a function": (
         "def rows(count):\n    return [3] * count if count else None\n",
-        ALL_BUT_ONE - {"small[0-expected0]", "small[1-expected1]"},
+        ALL_BUT_ONE - {"small[0-expected0]"},
+    ),
+    "an error with one parameter": (
+        "def rows(count):\n    return [3] * count if 1 // count else [3] * count\n",
+        ALL_BUT_ONE - {"small[0-expected0]"},
     ),
     "only beside the test that failed": (
         "def rows(count):\n    return [3] * count if count != 2 else None\n",
@@ -139,6 +148,45 @@ def rows(count):
 }
 
 
+OBSERVED = Observed(
+    {},
+    {"0:0": Rule("compare", "==", ""), "0:0:0": Rule("kind", "", "", exact=False)},
+    {"4": "10", "5": "20", "6": "30"},
+    {"t": {"0:0": ['["h", 4]', '["h", 5]', '["h", 6]'], "0:0:0": ["plain"] * 3}},
+)
+
+
+@pytest.mark.parametrize(
+    ("rows", "named", "count"),
+    [
+        ({"t[a]": [(10, 4)], "t[b]": [(20, 5)], "t[c]": [(30, 6)]}, 3, 3),
+        ({"t[a]": [(10, 4)], "t[b]": [(21, 5)]}, 3, 1),
+        ({"t[a]": [(10, 4)], "t[b]": [(10, 4)], "t[c]": [(10, 4)]}, 3, 1),
+        ({"t[a]": [(10, 4), (20, 5), (30, 6)]}, 3, 0),
+        ({"t[a]": [(10, 7)]}, 3, 0),
+        ({"t[a]": [(10, 4)], "t[b]": [(20, 5)], "t[c]": [(31, 6)]}, 2, 1),
+        ({"t[a]": [(10, 4)]}, 1, 0),
+        ({}, 3, 0),
+    ],
+)
+def test_parameters_count_by_values_that_agree_each_with_an_expectation_of_its_own(
+    rows: dict[str, list[tuple[int, int]]], named: int, count: int
+) -> None:
+    """Parameters that the task does not name may be those that agree."""
+    told = [
+        each
+        for name, values in rows.items()
+        for value, number in values
+        for each in (
+            Observation(name, "0:0:0", '["k","plain"]'),
+            Observation(name, "0:0", f'[["i","{hex(value)}"],["h",{number}]]'),
+        )
+    ]
+    result = VerifyResult((), "completed", "", observations=tuple(told))
+    assert agreeing(OBSERVED, "t", named, result) == count
+    assert agreeing(OBSERVED, "t", named, replace(result, exit="timed_out")) == 0
+
+
 ENDS = {
     "timed_out": "import time\n\n\ndef rows(count):\n    time.sleep(60 * (count == 4))\n    return [3] * count\n",
     "crashed": (
@@ -157,6 +205,13 @@ def test_tests_that_passed_before_a_run_broke_off_are_confirmed_without_the_othe
         assert (verdict.exit, verdict.tampered) == (exit, False), verdict
         assert passed(verdict) == {"two", "large", "small[0-expected0]", "small[1-expected1]"}
     assert verdicts[-1].tampered and not verdicts[-1].tests_passed, verdicts[-1]
+
+
+def test_a_parameter_that_lies_beside_one_that_fails_does_not_count(task: Task) -> None:
+    liar, _, _ = FORGED["hides a liar"].partition("def rows")
+    code = liar + "def rows(count):\n    return weakref.proxy(kept) if count == 1 else [3] * count or None\n"
+    (verdict,) = graded(task, {"rows.py": code}, confirm=True)
+    assert passed(verdict) == ALL_BUT_ONE - {"small[0-expected0]", "small[1-expected1]"}, verdict
 
 
 def test_a_forger_that_fails_a_test_on_purpose_has_passed_none(task: Task) -> None:
