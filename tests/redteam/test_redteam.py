@@ -34,7 +34,9 @@ _BELIEVED = (
 )
 """Forgeries of which one run as written notices nothing."""
 _NOTHING = next(each for each in WRONG if each.name == "nothing")
-_RAISES = module("raises", "an exception for every answer", "def FN(*args, **named):\n    raise ValueError\n")
+_RAISES = module(
+    "raises", "an exception for every answer", "def FN(*args, **named):\n    raise ValueError('out of range')\n"
+)
 
 
 def tests_passed(found: Graded) -> set[str]:
@@ -99,11 +101,15 @@ def test_a_sample_of_honest_states_that_fail_one_test_gets_its_share(grader: Gra
 
 
 @pytest.mark.redteam
-@pytest.mark.parametrize("case", _FORGED_MORE, ids=lambda case: case.name)
-def test_of_forged_states_that_fail_a_test_no_others_count_than_of_honest_failures(grader: Grader, case: Case) -> None:
-    allowed = grader.grade(HonestCase(_NOTHING, case.world), Case(_RAISES, case.world))
-    (found,) = grader.grade(case, confirm=True)
-    assert tests_passed(found) <= set().union(*map(tests_passed, allowed)), found.verdict
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("world", [*_HANDMADE_MORE, *_QUICK_MORE], ids=lambda world: world.name)
+def test_of_forged_states_that_fail_a_test_no_others_count_than_of_honest_failures(
+    grader: Grader, world: World
+) -> None:
+    cases = [case for case in _FORGED_MORE[::4] if case.world is world]
+    nothing, raises, *forged = grader.grade(HonestCase(_NOTHING, world), Case(_RAISES, world), *cases, confirm=True)
+    honest = tests_passed(nothing) | tests_passed(raises)
+    assert [each for each in forged if not tests_passed(each) <= honest] == []
 
 
 @pytest.mark.redteam
