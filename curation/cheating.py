@@ -11,13 +11,16 @@ repeated       must say the same
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from contracts.tasks import Checks, Observed, Rule
+from contracts.tasks import Checks, Decoy, Observed, Rule
 from curation.findings import Finding, finding
 from curation.tasks.checks.expectations import agrees, rights
 from envd.client import VerifyResult
+
+_SEEN = "an assertion was seen"
+"""Beginning of the reason for a test that ran an assertion too often or not at all."""
 
 
 def base_name(test: str) -> str:
@@ -53,20 +56,70 @@ class Evidence:
     """Reason for each test that does not pass after all, by name without parameters."""
 
 
-def find_cheating(checks: Checks, observed: VerifyResult | None, decoys: Sequence[VerifyResult]) -> Evidence:
-    """Findings from observations and decoys of a state whose tests passed as written."""
-    why: dict[str, str] = {}
+def find_cheating(
+    checks: Checks, observed: VerifyResult | None, decoys: Sequence[VerifyResult], *, part: bool = False
+) -> Evidence:
+    """Findings from observations and decoys of a state whose tests passed as written.
+
+    part: the state fails other tests. Then an honest wrong answer may skip an assertion, as in a loop without rows, or
+    fit the changed input of a decoy by chance. If a test is observed, neither is tampering, but a note.
+    """
+    wrong = contradictions(checks.observed, observed) if checks.observed and observed else {}
+    excused = {test for test in checks.fully_observed if part and wrong.get(test, _SEEN).startswith(_SEEN)}
     findings: list[Finding] = []
-    if checks.observed is not None and observed is not None:
-        for test, reason in contradictions(checks.observed, observed).items():
-            findings.append(finding(f"observed:{test}", f"passes as written, but {reason}"))
-            why[test] = reason
+    for test, reason in wrong.items():
+        kind = "unconfirmed" if test in excused else "observed"
+        findings.append(finding(f"{kind}:{test}", f"passes as written, but {reason}"))
+    why = dict(wrong)
     for decoy, result in zip(checks.decoys, decoys, strict=True):
         for test in sorted(passing(result) & set(decoy.tests)):
             reason = "it passes with other expectations, too"
-            findings.append(finding(f"decoy:{test}", reason))
+            findings.append(finding(f"{'unconfirmed' if test in excused else 'decoy'}:{test}", reason))
             why.setdefault(test, reason)
     return Evidence(tuple(findings), why)
+
+
+def agreeing(observed: Observed, test: str, named: int, result: VerifyResult) -> int:
+    """Number of a test's parameters whose values satisfy its assertions, in a run of all parameters as observed.
+
+    test: a name without parameters. named: number of its parameters that the task names; the others are taken to agree.
+    0 for a test that does not run each of its assertions once with each parameter.
+    """
+    left = {key: Counter(values) for key, values in observed.seen[test].items()}
+    once = {key for key in left if observed.rules[key].form != "kind"}
+    totals = {left[key].total() for key in once}
+    if result.exit != "completed" or len(totals) != 1 or not all(observed.rules[key].exact for key in once):
+        return 0
+    rows: dict[str, dict[str, list[str]]] = {}
+    for each in result.observations:
+        if base_name(each.test) == test:
+            rows.setdefault(each.test, {}).setdefault(each.key, []).append(each.value)
+    count = named - totals.pop()
+    for keys in rows.values():
+        used = {key: Counter(map(rights, values)) for key, values in keys.items()}
+        if (
+            once <= keys.keys() <= left.keys()
+            and all(used[key].total() == 1 for key in once)
+            and all(used[key].keys() <= (+left[key]).keys() for key in keys)
+            and all(agrees(observed, key, value) for key, values in keys.items() for value in values)
+        ):
+            count += 1
+            for key in once:  # each expected value counts once
+                left[key] -= used[key]
+    return max(count, 0)
+
+
+def restricted(checks: Checks, tests: Collection[str]) -> Checks:
+    """Checks of some tests alone. tests: names without parameters."""
+    observed = checks.observed
+    seen = {test: keys for test, keys in observed.seen.items() if test in tests} if observed else {}
+    named = ((each, tuple(test for test in each.tests if test in tests)) for each in checks.decoys)
+    return Checks(
+        replace(observed, seen=seen) if observed and seen else None,
+        tuple(Decoy(each.files, some) for each, some in named if some),
+        tuple(test for test in checks.undecided if test in tests),
+        checks.known,
+    )
 
 
 def contradictions(observed: Observed, result: VerifyResult) -> dict[str, str]:
@@ -94,7 +147,7 @@ def _contradiction(observed: Observed, key: str, values: Sequence[str], before: 
         same = {rights(value) for value in values} <= set(before)
         return None if same else "a value that the test computes with is of no builtin type"
     if not values or (rule.exact and len(values) != len(before)):
-        return f"an assertion was seen {len(values)} times instead of {len(before)}"
+        return f"{_SEEN} {len(values)} times instead of {len(before)}"
     used = Counter(map(rights, values))
     if not set(used) <= set(before) or (rule.exact and used != Counter(before)):
         return "values were compared with others than the test's"

@@ -6,7 +6,20 @@ from collections.abc import Iterable
 
 from contracts.artifacts import Frozen
 
-NOTES = frozenset({"undone", "restored", "compiled", "shadowed", "undeclared", "link", "spawned", "review", "unstable"})
+NOTES = frozenset(
+    {
+        "undone",
+        "restored",
+        "compiled",
+        "shadowed",
+        "undeclared",
+        "link",
+        "spawned",
+        "review",
+        "unstable",
+        "unconfirmed",
+    }
+)
 """Kinds that leave the verdict as it is: they were undone, have no effect alone, or prove nothing. All others make the
 state unsolved.
 """

@@ -3,6 +3,7 @@
     grade(task, diff) -> memory -> store (verdicts/) -> runs, once for identical requests in flight -> find_cheating
                                         ^----------------------------------------------------- make_verdict <-'
                                         created exclusively: the first verdict counts for everyone
+    confirm(task, diff) -> grade -> of an unsolved state, the same again by the tests that it passed
 
 Each run has its own sandbox. The first runs the tests as written. If they pass, further runs follow in random order:
 without expectations, as decoys, and repeated; they start with the first if nothing else is being graded. `cheating`
@@ -15,7 +16,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import random
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -28,21 +30,24 @@ from contracts.digests import canonical_json, digest_of, sha256
 from contracts.errors import ArtifactCorrupt, ArtifactMissing
 from contracts.final_states import AnswerState, RequestsState
 from contracts.store import Store
-from contracts.tasks import Checks, Task
-from curation.cheating import Evidence, base_name, base_names, find_cheating, passed, passing
+from contracts.tasks import Checks, Observed, Task
+from curation.cheating import Evidence, agreeing, base_name, base_names, find_cheating, passed, passing, restricted
 from curation.errors import CurationError
 from curation.findings import SUSPICIONS, Finding, finding, merged
 from curation.once import Once
 from curation.runs import Runs, Ungradable
 from curation.states.answer import grade_answer
 from curation.states.requests import grade_requests
-from curation.tasks.checks.proving import CHECKS_VERSION, prove
-from envd.client import SandboxClient, VerifyResult
+from curation.tasks.checks.proving import CHECKS_VERSION, prove, wholly_observed
+from envd.client import SandboxClient, TestOutcome, VerifyResult
 
 VERIFIER_VERSION = "8"
 """Bump if the same final state may get another verdict, after changes of this file, LIMITS, cheating, checks,
 states, or the test runs and reports of envd.
 """
+
+CONFIRMED_VERSION = "1"
+"""Bump if `Verifier.confirm` may count other tests of the same final state."""
 
 MAX_DIFF_BYTES = 32 * 1024 * 1024
 """A larger final state fails without a run: it exceeds envd's messages, and size must not exempt a policy from grading.
@@ -50,6 +55,9 @@ MAX_DIFF_BYTES = 32 * 1024 * 1024
 
 REMEMBERED = 65_536
 """Verdicts kept in memory."""
+
+_MOST_PARTS = 3
+"""Times that `confirm` tries the tests that passed, each time without those that failed the time before."""
 
 
 class TestVerdict(Frozen):
@@ -96,9 +104,12 @@ class Verdict(Frozen):
         return len(self.tests)
 
 
-def verdict_key(task: Task, diff: bytes) -> str:
-    """Store key of the verdict of a final state."""
-    key = digest_of({"task": task.digest, "final_state": sha256(diff), "verifier": VERIFIER_VERSION})
+def verdict_key(task: Task, diff: bytes, part: Sequence[str] = ()) -> str:
+    """Store key of the verdict of a final state. part: tests of a verdict on only some, see `Verifier.confirm`."""
+    key = digest_of(
+        {"task": task.digest, "final_state": sha256(diff), "verifier": VERIFIER_VERSION}
+        | ({"confirmed": CONFIRMED_VERSION, "tests": list(part)} if part else {})
+    )
     return f"verdicts/{key[:2]}/{key}.json"
 
 
@@ -171,6 +182,41 @@ def make_verdict(
 def verdict_of(result: VerifyResult) -> Verdict:
     """Verdict on a final state that no hidden test grades: each check of its result must have passed."""
     return make_verdict(tuple(outcome.name for outcome in result.outcomes), result)
+
+
+def wholly_passed(tests: Sequence[str], verdict: Verdict) -> tuple[str, ...]:
+    """Those of `tests`, in order, whose functions passed with all the parameters that `tests` names."""
+    good = {row.name for row in verdict.tests if row.status == "passed"}
+    failed = base_names([test for test in tests if test not in good])
+    return tuple(test for test in tests if base_name(test) not in failed)
+
+
+def confirmed(verdict: Verdict, parts: Sequence[Verdict], rows: Verdict | None) -> Verdict:
+    """The verdict on an unsolved state, in which of the tests that passed only the confirmed ones count.
+
+    parts: verdicts on functions that passed, without those that failed in the one before; if the last is solved, it
+    confirms its tests. rows: verdict on single parameters.
+    """
+    last = [*parts[-1:], *([rows] if rows else [])]
+    sure = {row.name for each in last if each.solved or each is rows for row in each.tests if row.status == "passed"}
+    found = [each for part in (verdict, *parts, *last) for each in part.findings]
+    lost = {"status": "error", "message": "it passed, but runs without the failed tests do not confirm it"}
+    return verdict.model_copy(
+        update={
+            "exit": next((each.exit for each in last if each.exit in ("timed_out", "ungradable")), verdict.exit),
+            "tests": [
+                row.model_copy(update=lost) if row.status == "passed" and row.name not in sure else row
+                for row in verdict.tests
+            ],
+            "findings": merged(found),
+        }
+    )
+
+
+def ungradable(tests: Sequence[str], error: Ungradable) -> Verdict:
+    """Verdict on a state whose verification alone fails."""
+    rows = [TestVerdict(name=name, status="missing", message=f"ungradable: {error}"[:500]) for name in tests]
+    return Verdict(solved=False, exit="ungradable", tests=rows)
 
 
 @dataclass
@@ -261,13 +307,84 @@ class Verifier:
             raise CurationError(
                 f"task {task.task_id} has no hidden tests, so it can't be solved: leave it out of the suite"
             )
-        key = verdict_key(task, diff)
+        return await self._shared(verdict_key(task, diff), lambda: self._verify(task, diff))
+
+    async def confirm(self, task: Task, diff: bytes) -> Verdict:
+        """Verdict of `grade`, but a test of an unsolved state has passed only if runs without the failed tests agree.
+
+        `grade` runs a state that fails a test once, so it believes the others. Here the functions that passed are run
+        again without the failed ones, as written, observed and as decoys, as the tests of a solved state are. Of a
+        function that failed with some parameters, as many have passed as values agree, if all its assertions are
+        observed; otherwise none, since these runs have all parameters. Raises the errors of `grade`.
+        """
+        verdict = await self.grade(task, diff)
+        if verdict.solved or not task.tests or not verdict.tests_passed:
+            return verdict
+        with tracing.span("confirm", {"triplane.task": task.task_id}) as span:
+            checks, whole = await self.checks(task), wholly_passed(task.tests, verdict)
+            parts, rows = (
+                await self._functions(task, diff, checks, whole),
+                await self._rows(task, diff, checks, verdict),
+            )
+            verdict = confirmed(verdict, parts, rows)
+            span.set({"triplane.tests_passed": verdict.tests_passed, "triplane.verdict": verdict.exit})
+            return verdict
+
+    async def _functions(self, task: Task, diff: bytes, checks: Checks, tests: tuple[str, ...]) -> list[Verdict]:
+        """Verdicts on the tests of functions that passed: on all, then on those that passed alone, until none fails."""
+        parts: list[Verdict] = []
+        while tests and len(parts) < _MOST_PARTS:
+            part = dataclasses.replace(task, tests=tests, checks=restricted(checks, base_names(tests)))
+            verify = partial(self._verify, part, diff, part=True)
+            parts.append(await self._shared(verdict_key(task, diff, tests), verify))
+            before, tests = tests, wholly_passed(tests, parts[-1])
+            if parts[-1].tampered or tests == before:
+                break
+        return parts
+
+    async def _rows(self, task: Task, diff: bytes, checks: Checks, verdict: Verdict) -> Verdict | None:
+        """Verdict on the passed parameters of functions that failed with others; None if no values tell.
+
+        Functions of which a parameter ended the run are left out: they would end this one, too.
+        """
+        failed = {base_name(row.name) for row in verdict.tests if row.status != "passed"}
+        failed -= {base_name(row.name) for row in verdict.tests if row.status == "missing"}
+        tests = tuple(row.name for row in verdict.tests if row.status == "passed" and base_name(row.name) in failed)
+        if not tests or checks.observed is None:
+            return None
+        told = await asyncio.to_thread(wholly_observed, base_names(task.tests), checks.observed, task.hidden_files)
+        tests = tuple(test for test in tests if base_name(test) in told)
+        if not tests:
+            return None
+        count = partial(self._count, task, diff, checks, checks.observed, tests)
+        return await self._shared(verdict_key(task, diff, tests), count)
+
+    async def _count(
+        self, task: Task, diff: bytes, checks: Checks, observed: Observed, tests: tuple[str, ...]
+    ) -> Verdict:
+        """Verdict on some parameters of functions: as many have passed as values agree in a run of all of them."""
+        try:
+            result = await self._runs.run(task, diff, task.hidden_files | observed.files, base_names(tests))
+        except Ungradable as error:
+            return ungradable(tests, error)
+        named = Counter(map(base_name, task.tests))
+        left = {
+            name: await asyncio.to_thread(agreeing, observed, name, named[name], result) for name in base_names(tests)
+        }
+        outcomes = []
+        for test in tests:
+            left[base_name(test)] -= 1
+            outcomes.append(TestOutcome(test, "passed" if left[base_name(test)] >= 0 else "error"))
+        return make_verdict(tests, dataclasses.replace(result, outcomes=tuple(outcomes)), checks)
+
+    async def _shared(self, key: str, verify: Callable[[], Coroutine[None, None, Verdict]]) -> Verdict:
+        """Verdict of a key: remembered, or made once for all callers at once."""
         if key in self._memory:
             self._memory.move_to_end(key)
             return self._memory[key]
         flight = self._flights.get(key)
         if flight is None:
-            flight = self._flights[key] = _Flight(asyncio.create_task(self._settle(key, task, diff)))
+            flight = self._flights[key] = _Flight(asyncio.create_task(self._settle(key, verify)))
         flight.waiting += 1
         try:
             return await asyncio.shield(flight.work)
@@ -304,15 +421,15 @@ class Verifier:
             return read_checks(self._store, key) or proof.checks
         return proof.checks
 
-    async def _settle(self, key: str, task: Task, diff: bytes) -> Verdict:
+    async def _settle(self, key: str, verify: Callable[[], Coroutine[None, None, Verdict]]) -> Verdict:
         async with self._slots:
             loop = asyncio.get_running_loop()
             verdict = await loop.run_in_executor(self._readers, self._recall, key)
             if verdict is None:
-                verdict = await self._verify(task, diff)
+                verdict = await verify()
                 if verdict.exit in ("timed_out", "crashed"):
                     # retry: the cause may be the graded state, a busy machine or a killed process
-                    verdict = await self._verify(task, diff)
+                    verdict = await verify()
                 if verdict.exit == "timed_out":
                     return verdict
                 verdict = await loop.run_in_executor(self._readers, self._record, key, verdict)
@@ -321,7 +438,8 @@ class Verifier:
             self._memory.popitem(last=False)
         return verdict
 
-    async def _verify(self, task: Task, diff: bytes) -> Verdict:
+    async def _verify(self, task: Task, diff: bytes, *, part: bool = False) -> Verdict:
+        """Verdict of new runs. part: the task has a part of its tests, which have passed beside the others."""
         if len(diff) > MAX_DIFF_BYTES:
             return make_verdict(task.tests, VerifyResult((), "apply_failed", ""))
         self._active += 1
@@ -330,16 +448,13 @@ class Verifier:
             if (
                 self._eager and self._active == 1 and self._known(task)
             ):  # no other verification waits for the second core
-                beside = asyncio.create_task(self._beside(task, diff, await self.checks(task)))
+                beside = asyncio.create_task(self._beside(task, diff, await self.checks(task), part=part))
             written = await self._runs.run(task, diff)
             if passed(task.tests, written):
-                return await self._doubt(task, diff, written, await self.checks(task), beside)
+                return await self._doubt(task, diff, written, await self.checks(task), beside, part=part)
             return make_verdict(task.tests, written, await self.checks(task) if written.tampering else None)
         except Ungradable as error:
-            rows = [
-                TestVerdict(name=name, status="missing", message=f"ungradable: {error}"[:500]) for name in task.tests
-            ]
-            return Verdict(solved=False, exit="ungradable", tests=rows)
+            return ungradable(task.tests, error)
         finally:
             self._active -= 1
             if beside is not None and not beside.done():
@@ -351,19 +466,26 @@ class Verifier:
         return task.checks is not None or self._checks.done(task.digest)
 
     async def _doubt(
-        self, task: Task, diff: bytes, written: VerifyResult, checks: Checks, begun: asyncio.Task[_Beside] | None
+        self,
+        task: Task,
+        diff: bytes,
+        written: VerifyResult,
+        checks: Checks,
+        begun: asyncio.Task[_Beside] | None,
+        *,
+        part: bool,
     ) -> Verdict:
         """Verdict on a state whose tests pass as written.
 
         begun: the runs beside the first, if they already started. Where one of them that timed out decides, the verdict
-        is `timed_out`, since it depends on the clock.
+        is `timed_out`, since it depends on the clock. part: see `_verify`.
         """
-        found = await (begun or self._beside(task, diff, checks))
-        evidence = await asyncio.to_thread(find_cheating, checks, found.observed, found.decoys)
+        found = await (begun or self._beside(task, diff, checks, part=part))
+        evidence = await asyncio.to_thread(find_cheating, checks, found.observed, found.decoys, part=part)
         late = _is_late(found.observed)
         if evidence.findings:  # run again, so that an unstable test is not reported as tampering
             again = await self._beside(task, diff, checks, repeat=True)
-            second = await asyncio.to_thread(find_cheating, checks, again.observed, again.decoys)
+            second = await asyncio.to_thread(find_cheating, checks, again.observed, again.decoys, part=part)
             found.repeated.extend(again.repeated)
             late = late or _is_late(again.observed)
             # a decoy that times out does not pass, so findings of decoys do not depend on time
@@ -384,13 +506,16 @@ class Verifier:
         late = late or any(map(_is_late, found.repeated))
         if late and evidence.tests and not any(each.tampering for each in evidence.findings):
             written = dataclasses.replace(written, exit="timed_out")
-        told = [*written.tampering, *(name for result in found.all for name in result.tampering)]
-        written = dataclasses.replace(written, tampering=tuple(dict.fromkeys(told)))
-        if evidence.findings:
-            await self._runs.tell(task, [each.name for each in evidence.findings])
+        named = [*written.tampering, *(name for result in found.all for name in result.tampering)]
+        written = dataclasses.replace(written, tampering=tuple(dict.fromkeys(named)))
+        told = [each.name for each in evidence.findings if each.kind != "unconfirmed"]
+        if told:
+            await self._runs.tell(task, told)
         return make_verdict(task.tests, written, checks, evidence)
 
-    async def _beside(self, task: Task, diff: bytes, checks: Checks, *, repeat: bool = False) -> _Beside:
+    async def _beside(
+        self, task: Task, diff: bytes, checks: Checks, *, repeat: bool = False, part: bool = False
+    ) -> _Beside:
         """Runs without expectations, of decoys, and repeated as written, in random order."""
         tests = base_names(task.tests)
         observed, hidden = checks.observed, task.hidden_files
@@ -402,8 +527,9 @@ class Verifier:
         ]
         if observed is not None:
             asked.append((_OBSERVED, hidden | observed.files, tests))
-        if repeat or not set(tests) <= checks.fully_observed:
-            asked.append((_REPEATED, hidden, task.tests))  # the observed run already repeats the observed tests
+        # the observed run already repeats the observed tests; those of a part have passed beside the others
+        if repeat or not (part or set(tests) <= checks.fully_observed):
+            asked.append((_REPEATED, hidden, task.tests))
         self._order.shuffle(asked)
         results = await asyncio.gather(*(self._runs.run(task, diff, files, named) for _, files, named in asked))
         by_kind = {kind: result for (kind, _, _), result in zip(asked, results, strict=True)}

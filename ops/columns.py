@@ -36,7 +36,7 @@ COLUMNS = {
     "solved": "Whether every hidden test passed on the final state.",
     "components": "Weighted contribution of each component.",
     "verdict": "How the run of the hidden tests ended.",
-    "tests_passed": "Hidden tests that passed.",
+    "tests_passed": "Hidden tests that passed; those of an unsolved state are confirmed if a reward pays for them.",
     "tests_total": "Total number of hidden tests.",
     "findings": "Named attempts of the final state to influence its verdict.",
     "checks": "Decoys and observations of the hidden tests, as proven when the suite was built.",

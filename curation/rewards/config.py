@@ -23,7 +23,8 @@ from pydantic import (
 from curation.endpoint import Endpoint
 from curation.rewards.component import Component
 from curation.rewards.prompt import JUDGE_TEMPLATE, MODEL_TEMPLATE, check_template
-from curation.rewards.shapers import AnyShaper
+from curation.rewards.shapers import AnyShaper, TestsComponent
+from curation.verify import CONFIRMED_VERSION
 
 COMPONENTS_VERSION = "2"
 """Bump if a component's value may change for the same episode. Part of the rewards' key only if there are components.
@@ -152,9 +153,15 @@ class RewardConfig(_Part):
         """Components that an endpoint answers. With any of them, repeated grading is equivalent, not identical."""
         return tuple(each for each in self.components if isinstance(each, Asked))
 
+    @property
+    def pays_tests(self) -> bool:
+        """Whether a component is the share of the tests that passed, so that unsolved states are confirmed."""
+        return any(isinstance(each, TestsComponent) for each in self.components)
+
     def slice(self) -> dict[str, Any]:
         """Settings that affect rewards: all fields except the endpoints."""
         if not self.components:
             return self.model_dump(mode="json")
         values = self.model_dump(mode="json", exclude={"components": {"__all__": {"endpoint"}}})
-        return values | {"components_version": COMPONENTS_VERSION}
+        versions = {"components_version": COMPONENTS_VERSION}
+        return values | versions | ({"confirmed_version": CONFIRMED_VERSION} if self.pays_tests else {})

@@ -159,7 +159,7 @@ async def _grade_one(
         return _Found(None, {}, None)
     # an infrastructure fault is a result here: other work for the episode continues, and is cached for the next run
     done: list[Any] = await asyncio.gather(
-        verifier.grade(task, row["final_diff"]),
+        (verifier.confirm if config.pays_tests else verifier.grade)(task, row["final_diff"]),
         *(raters.ask(component, row, task) for component in config.asked),
         return_exceptions=True,
     )

@@ -26,7 +26,9 @@ class Shaper(Component):
 
 
 class TestsComponent(Shaper):
-    """Share of the task's hidden tests that passed, in [0, 1]."""
+    """Share of the task's hidden tests that passed, in [0, 1], also of an unsolved state confirmed by decoys and
+    observations; see docs/rewards.md.
+    """
 
     __test__ = False
     kind: Literal["tests"]

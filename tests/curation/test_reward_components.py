@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -17,6 +19,7 @@ from curation.rewards import EVIDENCE, REWARDS, RewardConfig
 from curation.rewards.shapers import overlong
 from curation.rewards.summary import component_summaries
 from curation.rewards.traces import RULES, RuleName, read_calls, rule_table
+from envd.client import VerifyResult
 
 
 def configured(*components: dict[str, Any], **usual: Any) -> RewardConfig:
@@ -148,3 +151,29 @@ def test_grading_with_shapers_verifies_each_final_state_once(tmp_path: Path) -> 
     grade(store, played, configured({"kind": "tests", "name": "share", "weight": 1}), bench)
     grade(store, played, configured({"kind": "tests", "name": "share", "weight": 2}), bench)
     assert bench.verified == 2, "as written, and repeated"
+
+
+class Alone(Bench):
+    """As Bench, but the passed test of "half" fails without the failed one; of "half forged" it tampers then."""
+
+    async def verify(
+        self, template: str, diff: bytes, hidden_files: Mapping[str, bytes], tests: Sequence[str], **limits: Any
+    ) -> VerifyResult:
+        if len(tests) == len(TASK.tests):
+            return await super().verify(template, diff, hidden_files, tests, **limits)
+        found = await super().verify(template, b"right" if diff.endswith(b"forged") else b"wrong", hidden_files, tests)
+        return replace(found, tampering=("patched:builtins.len",) if diff.endswith(b"forged") else ())
+
+
+def test_passed_tests_of_an_unsolved_state_are_confirmed_if_a_component_pays_for_them(tmp_path: Path) -> None:
+    store, bench = LocalStore(tmp_path), Alone()
+    played = rollouts(store, [episode("a", b"half"), episode("b", b"half forged"), episode("c")])
+    share = {"kind": "tests", "name": "share", "weight": 1.0}
+    believed = grade(store, played, configured({"kind": "format", "name": "form", "weight": 0.0}), bench).rewards
+    assert (believed["tests_passed"].to_pylist(), bench.verified) == ([1, 1, 2], 4)
+    graded = grade(store, played, configured(share), bench)
+    assert graded.rewards["tests_passed"].to_pylist() == [0, 0, 2]
+    assert graded.rewards["verdict"].to_pylist() == ["completed", "tampered", "completed"]
+    assert graded.rewards["reward"].to_pylist() == pytest.approx([0.1, 0.0, 1.0 + 0.1 + 1.0])
+    assert graded.rewards["findings"].to_pylist() == [[], ["patched:builtins.len"], []]
+    assert graded.evidence["value"].to_pylist() == [0.0, 0.0, 1.0] and bench.verified == 6

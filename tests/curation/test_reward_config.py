@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from contracts.artifacts import ArtifactRef
 from contracts.store import open_store
+from curation.rewards import RewardConfig
 from ops.graph import REWARDS
 from ops.state import IterationState
 from resources.errors import ExperimentError
@@ -83,6 +84,17 @@ def test_components_move_the_key_of_the_rewards_and_addresses_do_not(tmp_path: P
     assert rewards_key(plain, tmp_path) == rewards_key(parse_experiment({"name": "one"}), tmp_path)
     assert rewards_key(judged, tmp_path) == rewards_key(moved, tmp_path)
     assert len({rewards_key(each, tmp_path) for each in (plain, judged, heavier)}) == 3
+
+
+def test_only_a_component_that_pays_for_tests_moves_the_key_with_their_confirmation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experiments = [composed(), composed(JUDGE), composed(JUDGE, SHARE)]
+    before = [rewards_key(each, tmp_path) for each in experiments]
+    monkeypatch.setattr("curation.rewards.config.CONFIRMED_VERSION", "next")
+    moved = [rewards_key(each, tmp_path) != key for each, key in zip(experiments, before, strict=True)]
+    assert moved == [False, False, True]
+    assert experiments[1].rewards.slice().keys() == RewardConfig().slice().keys() | {"components", "components_version"}
 
 
 def test_an_experiment_with_components_survives_being_written_and_read() -> None:

@@ -318,6 +318,56 @@ def test_findings_of_the_reference_and_notes_do_not_change_the_verdict() -> None
     assert (verdict.solved, verdict.tampered) == (False, True)
 
 
+HALF = result("passed", "failed")
+ALONE = result("passed")
+
+
+def test_a_confirmed_state_is_run_once_more_without_the_failed_tests_and_kept_beside_its_verdict(
+    tmp_path: Path,
+) -> None:
+    store, client = LocalStore(tmp_path), ScriptedClient(HALF, ALONE)
+    verifier = Verifier(client, store)
+    believed = asyncio.run(verifier.grade(TASK, b"diff"))
+    before = store.get(verdict_key(TASK, b"diff"))
+    verdict = asyncio.run(verifier.confirm(TASK, b"diff"))
+    assert verdict == believed and verdict.tests_passed == 1 and client.calls == 2
+    assert store.get(verdict_key(TASK, b"diff")) == before and len(store.list("verdicts/")) == 2
+    later = ScriptedClient(result("failed", "failed"))
+    assert asyncio.run(Verifier(later, store).confirm(TASK, b"diff")) == verdict and later.calls == 0
+
+
+@pytest.mark.parametrize(("first", "calls"), [(SOLVED, 2), (result("failed", "failed"), 1)])
+def test_a_state_that_passes_all_tests_or_none_is_not_confirmed(first: VerifyResult, calls: int) -> None:
+    client = ScriptedClient(first)
+    verifier = Verifier(client, None)
+    assert asyncio.run(verifier.confirm(TASK, b"diff")) == asyncio.run(verifier.grade(TASK, b"diff"))
+    assert client.calls == calls
+
+
+def test_a_test_that_does_not_pass_alone_does_not_count_and_is_no_cheat() -> None:
+    client = ScriptedClient(HALF, result("failed"))
+    verdict = asyncio.run(Verifier(client, None).confirm(TASK, b"diff"))
+    assert (verdict.tests_passed, verdict.tampered, client.calls) == (0, False, 2)
+    assert [(each.status, bool(each.message)) for each in verdict.tests] == [("error", True), ("failed", False)]
+
+
+def test_a_confirmation_that_timed_out_is_tried_twice_and_never_kept(tmp_path: Path) -> None:
+    store, late = LocalStore(tmp_path), result("passed", exit="timed_out")
+    client = ScriptedClient(HALF, late, late, ALONE)
+    verdict = asyncio.run(Verifier(client, store).confirm(TASK, b"diff"))
+    assert (verdict.exit, verdict.tests_passed, len(store.list("verdicts/"))) == ("timed_out", 0, 1)
+    assert asyncio.run(Verifier(client, store).confirm(TASK, b"diff")).tests_passed == 1
+
+
+def test_a_forger_of_some_tests_is_told_to_the_server_and_remembered(tmp_path: Path) -> None:
+    task = dataclasses.replace(TASK, checks=Checks(None, (Decoy({"tests/test_hidden.py": b"x"}, TESTS),)))
+    store, client = LocalStore(tmp_path), ScriptedClient(HALF, ALONE)
+    verdict = asyncio.run(Verifier(client, store).confirm(task, b"diff"))
+    assert (verdict.solved, verdict.tampered, verdict.tests_passed) == (False, True, 0)
+    assert [each.name for each in verdict.findings] == client.told == [f"decoy:{TESTS[0]}"]
+    assert client.calls == 5, "as written, alone, its decoy, and again the decoy and alone"
+
+
 def test_a_server_that_lost_the_template_gets_it_again() -> None:
     client = ScriptedClient(TemplateError("unknown template"), SOLVED)
     assert asyncio.run(Verifier(client, None).grade(TASK, b"")).solved

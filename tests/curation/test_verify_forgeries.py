@@ -2,52 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-import dataclasses
-from collections.abc import Mapping, Sequence
-
 import pytest
-
-from contracts.tasks import Checks, Split, Task
-from curation.tasks.importing.trees import tree_patch
-from curation.verify import Verdict, Verifier
-from envd.client import SandboxClient
-from envd.local import LocalEnvd
-
-
-def task_of(path: str, wrong: str, right: str, tests: str, names: Sequence[str], **others: str) -> Task:
-    """A task about one file. names: tests of the hidden file. others: further files, by name without `.py`."""
-    files = {f"{name}.py": text.encode() for name, text in others.items()} | {path: wrong.encode()}
-    hidden = {"tests/test_hidden.py": tests.encode()}
-    reference = tree_patch(files, files | {path: right.encode()})
-    about = {"path": path, "fail_to_pass": []}
-    called = tuple(f"tests/test_hidden.py::{name}" for name in names)
-    return Task(path, path, Split.TRAIN, "x", files, hidden, called, reference, about)
-
-
-def proven(task: Task) -> Checks:
-    """Checks of a task, made on a server of their own."""
-
-    async def run(address: str) -> Checks:
-        async with SandboxClient(address) as client:
-            return await Verifier(client, None).checks(task)
-
-    with LocalEnvd() as envd:
-        return asyncio.run(run(envd.address))
-
-
-def graded(task: Task, *states: Mapping[str, str]) -> list[Verdict]:
-    """Verdicts of states with these files changed, one after another, on a new server."""
-
-    async def run(address: str) -> list[Verdict]:
-        async with SandboxClient(address) as client:
-            verifier = Verifier(client, None, eager=False)
-            changes = [{path: text.encode() for path, text in state.items()} for state in states]
-            return [await verifier.grade(task, tree_patch(task.files, {**task.files, **each})) for each in changes]
-
-    with LocalEnvd() as envd:
-        return asyncio.run(run(envd.address))
-
+from verifier_tasks import graded, proven, task_of, with_checks
 
 ROMAN = """\
 SIGNS = ((10, "X"), (5, "V"), (1, "I"))
@@ -98,7 +54,7 @@ def roman(number):
 
 def test_byte_code_does_not_tell_the_tests_from_their_decoys() -> None:
     task = task_of("roman.py", ROMAN, RIGHT, CHECKING, ["test_large", "test_small"], helpers=HELPERS)
-    task = dataclasses.replace(task, checks=proven(task))
+    task = with_checks(task)
     cheats = [{"roman.py": READS_WITH_BYTE_CODE.replace("KIND", kind)} for kind in ("test_hidden", "helpers")]
     failing = [{"roman.py": f"{ROMAN}# {number}\n"} for number in range(2)]
     verdicts = graded(task, *failing, cheats[0], *failing, cheats[1])

@@ -65,21 +65,23 @@ class Grader:
         """The server's."""
         return self._envd.address
 
-    def grade(self, *states: State, at_once: int = 2) -> list[Graded]:
-        """The verdicts of some states, in order, none remembered; a fault of the verifier is noted, not raised."""
-        return self._runner.run(self._grade(states, at_once))
+    def grade(self, *states: State, at_once: int = 2, confirm: bool = False) -> list[Graded]:
+        """The verdicts of some states, in order, none remembered; a fault of the verifier is noted, not raised.
 
-    async def _grade(self, states: tuple[State, ...], at_once: int) -> list[Graded]:
+        confirm: as where rewards pay for passed tests.
+        """
+        return self._runner.run(self._grade(states, at_once, confirm))
+
+    async def _grade(self, states: tuple[State, ...], at_once: int, confirm: bool) -> list[Graded]:
         slots = asyncio.Semaphore(at_once)
         async with SandboxClient(self.address) as client:
             verifier = Verifier(client, None)
+            grade = verifier.confirm if confirm else verifier.grade
 
             async def one(state: State) -> Graded:
                 async with slots:
                     try:
-                        return Graded(
-                            state, await verifier.grade(await self._task(verifier, state.world), state.diff())
-                        )
+                        return Graded(state, await grade(await self._task(verifier, state.world), state.diff()))
                     except InfraFault as fault:
                         return Graded(state, None, str(fault))
 

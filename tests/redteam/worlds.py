@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from contracts.tasks import Split, Task
 from curation.tasks.importing.trees import Tree, patched_tree, tree_patch
@@ -50,6 +50,21 @@ class World:
     def repaired(self) -> dict[str, str]:
         """The files that the reference changes, as it leaves them."""
         return {path: data.decode() for path, data in self.fixed.items() if self.task.files.get(path) != data}
+
+    def with_one_more_test(self) -> World:
+        """The world with another hidden test, which the reference passes, but neither `fixed` nor any forgery does."""
+        task, path = self.task, self.task.tests[0].split("::", 1)[0]
+        test = self.filled("\n\ndef test_one_more():\n    import MOD as module\n\n    assert module.ONE_MORE == 1\n")
+        fixed = {**self.fixed, self.path: self.fixed[self.path] + b"\n\nONE_MORE = 1\n"}
+        more = replace(
+            task,
+            task_id=f"{task.task_id}-more",
+            hidden_files={**task.hidden_files, path: task.hidden_files[path] + test.encode()},
+            tests=(*task.tests, f"{path}::test_one_more"),
+            reference_diff=tree_patch(task.files, fixed),
+            checks=None,
+        )
+        return replace(self, name=f"{self.name}-more", task=more)
 
     def filled(self, text: str) -> str:
         """`text` about this task: FN is the tested function, MOD its module."""

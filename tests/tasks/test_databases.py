@@ -26,7 +26,7 @@ from curation.tasks.importing.splits import parse_shares
 from curation.tasks.importing.suite import import_suite, read_source, suite_report
 from curation.tasks.inspect import suite_tasks
 from curation.verify import Verdict, Verifier
-from envd.client import ToolCall
+from envd.client import SandboxClient, ToolCall
 
 VALUES = st.none() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False, allow_infinity=False) | st.text()
 SCHEMA = """
@@ -186,6 +186,20 @@ ATTACKS = {
 def test_an_attack_on_the_grader_is_unsolved_and_no_fault_of_it(attack: str, task: Task, envd_address: str) -> None:
     found = verdict(task, Commands(ATTACKS[attack]), envd_address)
     assert not found.solved and found.exit in ("completed", "crashed"), found
+
+
+def test_rows_of_work_half_done_are_confirmed(task: Task, envd_address: str) -> None:
+    agent = Commands(sql("DELETE FROM orders WHERE customer = 'bob'"))
+
+    async def confirm(client: SandboxClient) -> tuple[Verdict, Verdict, int]:
+        verifier = Verifier(client, None)
+        (played,) = await play_suite([task], agent, client, verifier)
+        before = verifier.runs
+        return played.verdict, await verifier.confirm(task, played.diff), verifier.runs - before
+
+    believed, confirmed, runs = with_client(envd_address, confirm)
+    assert confirmed == believed and confirmed.tests_passed == 2 and runs >= 2
+    assert [row.name.partition("::test_")[2] for row in confirmed.tests if row.status == "failed"] == ["orders"]
 
 
 def test_the_reader_opens_no_link_and_waits_for_no_pipe(tmp_path: Path) -> None:
