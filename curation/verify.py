@@ -401,7 +401,7 @@ class Verifier:
             (number, hidden | decoy.files, names) for number, decoy in enumerate(checks.decoys)
         ]
         if observed is not None:
-            asked.append((_OBSERVED, hidden | observed.files, tests))
+            asked.append((_OBSERVED, observed.placed(hidden), tests))
         if repeat or not set(tests) <= checks.fully_observed:
             asked.append((_REPEATED, hidden, task.tests))  # the observed run already repeats the observed tests
         self._order.shuffle(asked)
