@@ -135,11 +135,17 @@ class Observed:
     """One entry, by test and key, for each time that the assertion ran under the reference solution: the hidden value's
     number, or nothing.
     """
+    removed: tuple[str, ...] = ()
+    """Hidden files that only expectations read, so that they are not placed."""
+
+    def placed(self, hidden: Mapping[str, bytes]) -> dict[str, bytes]:
+        """Files to place in the sandbox of the observed tests. hidden: the task's hidden files."""
+        return {path: data for path, data in {**hidden, **self.files}.items() if path not in self.removed}
 
 
 @dataclass(frozen=True)
 class Decoy:
-    """Hidden test files with other expectations."""
+    """Hidden files with other expectations: tests, and data files that tests compare with."""
 
     files: dict[str, bytes]
     tests: tuple[str, ...]
@@ -179,6 +185,7 @@ class Checks:
                         "rules": {key: asdict(rule) for key, rule in self.observed.rules.items()},
                         "hidden": self.observed.hidden,
                         "seen": self.observed.seen,
+                        **({"removed": self.observed.removed} if self.observed.removed else {}),
                     }
                 ),
                 "decoys": [{"files": _texts(each.files), "tests": each.tests} for each in self.decoys],
@@ -202,6 +209,7 @@ class Checks:
                 {key: _rule(rule) for key, rule in seen["rules"].items()},
                 seen["hidden"],
                 seen["seen"],
+                tuple(seen.get("removed", ())),
             )
         )
         decoys = tuple(Decoy(_contents(each["files"]), tuple(each["tests"])) for each in found["decoys"])

@@ -41,7 +41,7 @@ from curation.states.requests import grade_requests
 from curation.tasks.checks.proving import CHECKS_VERSION, prove, wholly_observed
 from envd.client import SandboxClient, TestOutcome, VerifyResult
 
-VERIFIER_VERSION = "8"
+VERIFIER_VERSION = "9"
 """Bump if the same final state may get another verdict, after changes of this file, LIMITS, cheating, checks,
 states, or the test runs and reports of envd.
 """
@@ -364,7 +364,7 @@ class Verifier:
     ) -> Verdict:
         """Verdict on some parameters of functions: as many have passed as values agree in a run of all of them."""
         try:
-            result = await self._runs.run(task, diff, task.hidden_files | observed.files, base_names(tests))
+            result = await self._runs.run(task, diff, observed.placed(task.hidden_files), base_names(tests))
         except Ungradable as error:
             return ungradable(tests, error)
         named = Counter(map(base_name, task.tests))
@@ -526,7 +526,7 @@ class Verifier:
             (number, hidden | decoy.files, names) for number, decoy in enumerate(checks.decoys)
         ]
         if observed is not None:
-            asked.append((_OBSERVED, hidden | observed.files, tests))
+            asked.append((_OBSERVED, observed.placed(hidden), tests))
         # the observed run already repeats the observed tests; those of a part have passed beside the others
         if repeat or not (part or set(tests) <= checks.fully_observed):
             asked.append((_REPEATED, hidden, task.tests))

@@ -222,6 +222,13 @@ FORGERIES = (
         "raises",
     ),
     module(
+        "judge-root-once",
+        "math.sqrt replaced for the test's next call of it, which puts it back",
+        "import math\n_root = math.sqrt\n\n\ndef FN(*args, **named):\n    def once(value):\n        math.sqrt ="
+        " _root\n        return 7.25\n\n    math.sqrt = once\n    return 7.25\n",
+        "roots",
+    ),
+    module(
         "judge-fail",
         "pytest.fail and outcomes.Failed made harmless",
         "import pytest, _pytest.outcomes as o\npytest.fail = lambda *args, **named: None\no.fail ="

@@ -39,6 +39,8 @@ def handmade() -> tuple[World, ...]:
         _mocks(),
         _orders(),
         _objects(),
+        _golden(),
+        _roots(),
     )
 
 
@@ -397,3 +399,46 @@ def _objects() -> World:
         ),
     }
     return by_hand("objects", "object", "bump", "bump.py", files, "version.patch + 1", "version.patch")
+
+
+def _golden() -> World:
+    """Expected values are hidden files; another hidden file is an input."""
+    files = {
+        "report.py": (
+            "def report(rows):\n    lines = [f'{name}: {count}' for name, count in sorted(rows)]\n    total ="
+            " sum(count for _, count in rows)\n    return '\\n'.join([*lines, f'total: {total}']) + '\\n'\n"
+        ),
+        "tests/test_visible.py": (
+            "from report import report\n\n\ndef test_none():\n    assert report([]) == 'total: 0\\n'\n"
+        ),
+        "tests/test_hidden.py": (
+            "import json\nfrom pathlib import Path\n\nfrom report import report\n\nHERE ="
+            " Path(__file__).parent\nGOLDEN = HERE / 'test_hidden_golden.txt'\n\n\ndef test_golden():\n    assert"
+            " report([('tea', 2), ('cup', 3)]) == GOLDEN.read_text()\n\n\ndef test_lines():\n    with open(HERE /"
+            " 'test_hidden_lines.json') as file:\n        expected = json.load(file)\n    assert report([('b', 1),"
+            " ('a', 4)]).splitlines() == expected\n\n\ndef test_input():\n    rows = json.loads((HERE /"
+            " 'test_hidden_rows.json').read_text())\n    assert report(rows).splitlines()[-1] == 'total: 6'\n"
+        ),
+        "tests/test_hidden_golden.txt": "cup: 3\ntea: 2\ntotal: 5\n",
+        "tests/test_hidden_lines.json": '["a: 4", "b: 1", "total: 5"]\n',
+        "tests/test_hidden_rows.json": '[["x", 1], ["y", 2], ["z", 3]]\n',
+    }
+    return by_hand("golden", "text golden", "report", "report.py", files, "sorted(rows)", "rows")
+
+
+def _roots() -> World:
+    """Expected values are constants and functions of `math`."""
+    files = {
+        "shapes.py": ("def diagonal(width, height):\n    return (width * width + height * height) ** 0.5\n"),
+        "tests/test_visible.py": (
+            "from shapes import diagonal\n\n\ndef test_flat():\n    assert diagonal(1, 0) == 1\n"
+        ),
+        "tests/test_hidden.py": (
+            "import math\n\nimport pytest\n\nfrom shapes import diagonal\n\n\ndef test_two():\n    assert"
+            " diagonal(1, 2) == math.sqrt(5)\n    assert diagonal(2, 3) == pytest.approx(math.sqrt(13))\n\n\ndef"
+            " test_half():\n    assert diagonal(2, 2) / 2 == pytest.approx(math.sqrt(8) / 2)\n\n\ndef"
+            " test_list():\n    assert [diagonal(3, 5)] == pytest.approx([math.sqrt(34)])\n"
+            "    assert abs(diagonal(4, 5) - math.sqrt(41)) < 1e-9\n"
+        ),
+    }
+    return by_hand("roots", "float roots", "diagonal", "shapes.py", files, "height * height", "height")

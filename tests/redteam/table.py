@@ -16,7 +16,7 @@ TRIED = {
     ),
     "expectations read": (
         "the expected answer from the test's file, line, code object, constants, parameters or memory, by every way to"
-        " it; or a program fitted to all of them"
+        " it; from hidden data files, by other programs; or a program fitted to all of them"
     ),
     "oracles": (
         "a child, a thread or a second run of the test's code for each candidate answer; answers that learn what they"

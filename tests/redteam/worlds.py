@@ -26,7 +26,8 @@ class World:
     """The file that defines it."""
     kinds: frozenset[str] = frozenset()
     """What the hidden tests use: int, bool, text, float, raises, approx, fixture, conftest, parametrize, unittest,
-    helper, class, package; compared: by `==`; object: an object of the repository's own class.
+    helper, class, package; compared: by `==`; object: an object of the repository's own class; golden: a file; roots:
+    functions of `math`.
     """
     module: str = ""
     """The name that tests import it by; the file's own unless said."""
@@ -125,7 +126,7 @@ def by_hand(
     good = tree[path].decode()
     assert good.count(right) == 1, f"{name}: {right!r} occurs {good.count(right)} times"
     broken = tree | {path: good.replace(right, wrong).encode()}
-    tests = tuple(test for each, data in hidden.items() for test in _tests(each, data))
+    tests = tuple(test for each, data in hidden.items() if each.endswith(".py") for test in _tests(each, data))
     task = Task(
         f"hand-{name}",
         name,

@@ -1,5 +1,7 @@
 """Find the assertions of a test file: compared expression, operator, and literals of the expected value.
 
+What values.py can compute counts as a literal.
+
 assert add(1, 2) == 3                          Comparison(==), literal 3 on its right
 @parametrize("a, want", [(1, 2)]) ... == want  literal of the column `want`; so with tables that a `for` reads, and
 names of literals
@@ -12,9 +14,13 @@ from __future__ import annotations
 import ast
 import builtins
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
+
+from curation.tasks.checks.scopes import Function, last, reads
+from curation.tasks.checks.values import Read, Tolerance, Values, literal
 
 OPERATORS: dict[type[ast.cmpop], str] = {
     ast.Eq: "==",
@@ -83,8 +89,9 @@ KINDS = frozenset(
 )
 """Builtin types of observed values."""
 _CHECKS = re.compile(r"_?(assert|check|expect|verify|ensure)")
+_Fold = Callable[[ast.expr], ast.expr]
+"""Writes what can be computed of an expression as literals."""
 _RAISES = ("raises", "assertRaises", "assertRaisesRegex")
-Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @dataclass
@@ -104,7 +111,9 @@ class Assertion:
     """Literals, each the expected value of one execution; empty: the expected value is not known to be a literal."""
     direct: bool = False
     """Whether the assertion itself contains the literal."""
-    tolerance: tuple[float | None, float | None] | None = None
+    reads: list[tuple[Read, ...]] = field(default_factory=list)
+    """Hidden files whose content each expected value contains."""
+    tolerance: Tolerance | None = None
     """Relative and absolute tolerance of pytest.approx around the expected value; None: the default."""
     negated: bool = False
     """For form truth: whether the value must be false."""
@@ -116,18 +125,9 @@ class Assertion:
     """Whether it may run several times in one test."""
 
 
-def find(tree: ast.Module) -> list[Assertion]:
-    """All assertions of a file, in order."""
-    return _Finder(tree).found
-
-
-def literal(node: ast.expr) -> bool:
-    """Whether an expression is a literal that `ast.literal_eval` reads."""
-    try:
-        ast.literal_eval(node)
-    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-        return False
-    return True
+def find(tree: ast.Module, values: Values | None = None) -> list[Assertion]:
+    """All assertions of a file, in order. values: of this file; by default without hidden files."""
+    return _Finder(tree, values or Values(tree)).found
 
 
 def exception_names(node: ast.expr) -> list[str] | None:
@@ -142,10 +142,10 @@ def exception_names(node: ast.expr) -> list[str] | None:
 
 
 class _Finder:
-    def __init__(self, tree: ast.Module) -> None:
-        self._tree = tree
+    def __init__(self, tree: ast.Module, values: Values) -> None:
+        self._tree, self._values = tree, values
         self.found: list[Assertion] = []
-        self._names = _Names(tree)
+        self._names = _Names(tree, values)
         self._walk()
 
     def _walk(self) -> None:
@@ -184,36 +184,45 @@ class _Finder:
         return Assertion(node, function, "truth", left=test, negated=negated)
 
     def _comparison(
-        self, node: ast.stmt, function: Function, operator: str, left: ast.expr, right: ast.expr
+        self,
+        node: ast.stmt,
+        function: Function,
+        operator: str,
+        left: ast.expr,
+        right: ast.expr,
+        tolerance: Tolerance | None = None,
     ) -> Assertion:
+        fold = partial(self._values.folded, function=function)
         mirrored = {"==": "==", "!=": "!=", "is": "is", "is not": "is not"}.get(operator)
-        if mirrored and literal(left) and not literal(right):
+        if mirrored and literal(fold(left, tolerance=tolerance)) and not literal(fold(right, tolerance=tolerance)):
             left, right = right, left
-        found = Assertion(node, function, "compare", operator, left, right)
+        found = Assertion(node, function, "compare", operator, left, right, tolerance=tolerance)
         inner = right
-        if isinstance(right, ast.Call) and _last(right.func) == "approx" and right.args:
+        if isinstance(right, ast.Call) and last(right.func) == "approx" and right.args:
             inner, found.tolerance = right.args[0], _tolerance(right)
             if found.tolerance is None:
                 return found
+        inner = fold(inner, tolerance=found.tolerance)
         if literal(inner):
             found.expected, found.direct = [inner], True
         elif isinstance(inner, ast.Name):
-            found.expected = self._names.values(inner.id, function)
-        if not found.expected and mirrored and isinstance(left, ast.Name) and found.tolerance is None:
-            found.expected = self._names.values(left.id, function)
+            found.expected = self._names.values(inner.id, function, found.tolerance)
+        if not found.expected and mirrored and isinstance(left, ast.Name) and found.tolerance == tolerance:
+            found.expected = self._names.values(left.id, function, tolerance)
             if found.expected:
                 found.left, found.right = right, left
-        if not found.expected and operator in ("in", "not in") and literal(left):
+        if not found.expected and operator in ("in", "not in") and literal(inner := fold(left)):
             found.left, found.right, found.operator = right, left, "has" if operator == "in" else "has not"
-            found.expected, found.direct = [left], True
+            found.expected, found.direct = [inner], True
+        found.reads = [self._values.reads(each) for each in found.expected]
         return found
 
     def _of_with(self, node: ast.With | ast.AsyncWith, function: Function) -> Iterator[Assertion]:
         for item in node.items:
             call = item.context_expr
-            if isinstance(call, ast.Call) and _last(call.func) in _RAISES and call.args:
+            if isinstance(call, ast.Call) and last(call.func) in _RAISES and call.args:
                 match = next((each.value for each in call.keywords if each.arg == "match"), None)
-                if _last(call.func) == "assertRaisesRegex" and len(call.args) > 1:
+                if last(call.func) == "assertRaisesRegex" and len(call.args) > 1:
                     match = call.args[1]
                 pattern = match.value if isinstance(match, ast.Constant) and isinstance(match.value, str) else None
                 yield Assertion(
@@ -226,7 +235,7 @@ class _Finder:
                 )
 
     def _of_call(self, node: ast.Expr, call: ast.Call, function: Function) -> Assertion | None:
-        name = _last(call.func)
+        name = last(call.func)
         if name not in OPPOSITES and name not in _UNITTEST and name != "assertRaises":
             literals = [each for each in call.args if literal(each)]
             if _CHECKS.match(name) and literals:
@@ -248,10 +257,11 @@ class _Finder:
             return Assertion(node, function, "compare", operator, call.args[0], none, expected=[none], direct=True)
         if name not in _UNITTEST or len(call.args) < 2:
             return Assertion(node, function, "other", left=call)
-        found = self._comparison(node, function, _UNITTEST[name], call.args[0], call.args[1])
+        tolerance = _places(call) if name == "assertAlmostEqual" else None
+        found = self._comparison(node, function, _UNITTEST[name], call.args[0], call.args[1], tolerance)
         if name == "assertAlmostEqual":
-            found.tolerance = _places(call)
-            found.form = "compare" if found.tolerance else "other"
+            found.tolerance = tolerance
+            found.form = "compare" if tolerance else "other"
         return found
 
 
@@ -276,35 +286,38 @@ def _of_kinds(node: ast.stmt, function: Function, call: ast.Call) -> Assertion |
 class _Names:
     """Names that are only expected values: only comparisons of assertions read them."""
 
-    def __init__(self, tree: ast.Module) -> None:
-        self._tree = tree
-        self._only_compared: dict[tuple[int, str], bool] = {}
+    def __init__(self, tree: ast.Module, values: Values) -> None:
+        self._tree, self._values = tree, values
+        self._only_compared: dict[tuple[int, str], list[bool]] = {}
 
-    def values(self, name: str, function: Function) -> list[ast.expr]:
-        """Literals that a name may have as value in a function; empty if other values are possible."""
+    def values(self, name: str, function: Function, tolerance: Tolerance | None) -> list[ast.expr]:
+        """Literals that a name may have as value in a function; empty if other values are possible.
+
+        tolerance: of the comparison with it.
+        """
         stores = [
             node
             for node in ast.walk(function)
             if isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Store)
         ]
-        if name in _parameters(function):
-            if stores or not self._compared_only(name, function):
-                return []
-            return _column_of_parametrize(function, name, self._literal_of)
-        if len(stores) == 1 and self._compared_only(name, function):
-            return self._stored(name, function)
-        if not stores and self._compared_only(name, self._tree):
-            return _assigned(self._tree.body, name)
-        return []
+        parameter = name in _parameters(function)
+        near = self._compared_only(name, function if parameter or stores else self._tree)
+        if not near or len(stores) > (not parameter):
+            return []
+        scope = function if stores else None
+        fold = partial(self._values.folded, function=scope, tolerance=tolerance if all(near) else None)
+        if parameter:
+            return _column_of_parametrize(function, name, self._literal_of, fold)
+        return self._stored(name, function, fold) if stores else _assigned(self._tree.body, name, fold)
 
-    def _stored(self, name: str, function: Function) -> list[ast.expr]:
+    def _stored(self, name: str, function: Function, fold: _Fold) -> list[ast.expr]:
         for node in ast.walk(function):
             if isinstance(node, ast.For):
-                found = _column(node.target, name, self._literal_of(node.iter))
+                found = _column(node.target, name, self._literal_of(node.iter), fold)
                 if found:
                     return found
             if isinstance(node, ast.Assign):
-                found = _assigned([node], name)
+                found = _assigned([node], name, fold)
                 if found:
                     return found
         return []
@@ -320,47 +333,47 @@ class _Names:
                 return found[0].elts
         return []
 
-    def _compared_only(self, name: str, scope: ast.AST) -> bool:
+    def _compared_only(self, name: str, scope: ast.AST) -> list[bool]:
+        """For each use of a name whether the comparison has a tolerance; empty if a use is no comparison."""
         key = (id(scope), name)
         if key not in self._only_compared:
-            self._only_compared[key] = _reads(scope, name) == _compared(scope, name) > 0
+            near = _compared(scope, name)
+            self._only_compared[key] = near if reads(scope, name) == len(near) else []
         return self._only_compared[key]
 
 
-def _reads(scope: ast.AST, name: str) -> int:
-    return sum(
-        isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load) for node in ast.walk(scope)
-    )
-
-
-def _compared(scope: ast.AST, name: str) -> int:
-    """Number of assertions in which a name is a whole side of the comparison."""
-    count = 0
+def _compared(scope: ast.AST, name: str) -> list[bool]:
+    """Assertions in which a name is a whole side of the comparison: whether the comparison has a tolerance."""
+    found: list[bool] = []
     for node in ast.walk(scope):
         sides: list[ast.expr] = []
+        near = False
         if isinstance(node, ast.Assert) and isinstance(node.test, ast.Compare) and len(node.test.ops) == 1:
             sides = [node.test.left, node.test.comparators[0]]
-        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and _last(node.value.func) in _UNITTEST:
-            sides = node.value.args[:2]
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and last(node.value.func) in _UNITTEST:
+            sides, near = node.value.args[:2], last(node.value.func) == "assertAlmostEqual"
         for side in sides:
-            if isinstance(side, ast.Call) and _last(side.func) == "approx" and side.args:
-                side = side.args[0]
-            count += isinstance(side, ast.Name) and side.id == name
-    return count
+            approx = isinstance(side, ast.Call) and last(side.func) == "approx" and bool(side.args)
+            inner = side.args[0] if isinstance(side, ast.Call) and approx else side
+            if isinstance(inner, ast.Name) and inner.id == name:
+                found.append(near or approx)
+    return found
 
 
 def _parameters(function: Function) -> set[str]:
     return {each.arg for each in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)}
 
 
-def _column_of_parametrize(function: Function, name: str, literal_of: object) -> list[ast.expr]:
+def _column_of_parametrize(
+    function: Function, name: str, literal_of: Callable[[ast.expr], Sequence[ast.expr]], fold: _Fold
+) -> list[ast.expr]:
     for mark in function.decorator_list:
-        if not (isinstance(mark, ast.Call) and _last(mark.func) == "parametrize" and len(mark.args) >= 2):
+        if not (isinstance(mark, ast.Call) and last(mark.func) == "parametrize" and len(mark.args) >= 2):
             continue
         names = _argument_names(mark.args[0])
         if name not in names:
             continue
-        rows = literal_of(mark.args[1])  # type: ignore[operator]
+        rows = literal_of(mark.args[1])
         if len(names) == 1:
             cells = [_unpacked(row) for row in rows]
             found = [
@@ -371,13 +384,13 @@ def _column_of_parametrize(function: Function, name: str, literal_of: object) ->
             if any(len(cell) != len(names) for cell in cells):
                 return []
             found = [cell[names.index(name)] for cell in cells]
-        return found if all(literal(each) for each in found) else []
+        return _literals(found, fold)
     return []
 
 
 def _unpacked(row: ast.expr) -> list[ast.expr]:
     """Cells of a row: a tuple, a list, or a `pytest.param`."""
-    if isinstance(row, ast.Call) and _last(row.func) == "param":
+    if isinstance(row, ast.Call) and last(row.func) == "param":
         return row.args
     return row.elts if isinstance(row, (ast.Tuple, ast.List)) else []
 
@@ -390,7 +403,7 @@ def _argument_names(node: ast.expr) -> list[str]:
     return []
 
 
-def _column(target: ast.expr, name: str, rows: Sequence[ast.expr]) -> list[ast.expr]:
+def _column(target: ast.expr, name: str, rows: Sequence[ast.expr], fold: _Fold) -> list[ast.expr]:
     """Cells of a literal table that a loop assigns to this name."""
     if not isinstance(target, (ast.Tuple, ast.List)):
         return []
@@ -400,8 +413,7 @@ def _column(target: ast.expr, name: str, rows: Sequence[ast.expr]) -> list[ast.e
     cells = [_unpacked(row) for row in rows]
     if any(len(cell) != len(target.elts) for cell in cells):
         return []
-    found = [cell[places[0]] for cell in cells]
-    return found if all(literal(each) for each in found) else []
+    return _literals([cell[places[0]] for cell in cells], fold)
 
 
 def _assignments(body: Sequence[ast.stmt], name: str) -> list[ast.expr]:
@@ -415,16 +427,18 @@ def _assignments(body: Sequence[ast.stmt], name: str) -> list[ast.expr]:
     ]
 
 
-def _assigned(body: Sequence[ast.stmt], name: str) -> list[ast.expr]:
+def _assigned(body: Sequence[ast.stmt], name: str, fold: _Fold) -> list[ast.expr]:
     found = _assignments(body, name)
-    return found if len(found) == 1 and literal(found[0]) else []
+    return _literals(found, fold) if len(found) == 1 else []
 
 
-def _last(node: ast.expr) -> str:
-    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+def _literals(nodes: Sequence[ast.expr], fold: _Fold) -> list[ast.expr]:
+    """The expressions as literals; empty if one is none."""
+    found = [fold(each) for each in nodes]
+    return found if all(map(literal, found)) else []
 
 
-def _tolerance(call: ast.Call) -> tuple[float | None, float | None] | None:
+def _tolerance(call: ast.Call) -> Tolerance | None:
     """rel and abs of an approx with literal arguments; None for other arguments."""
     given: dict[str, ast.expr] = dict(zip(("rel", "abs"), call.args[1:3], strict=False))
     given |= {each.arg or "": each.value for each in call.keywords}
@@ -434,7 +448,7 @@ def _tolerance(call: ast.Call) -> tuple[float | None, float | None] | None:
     return values.get("rel"), values.get("abs")
 
 
-def _places(call: ast.Call) -> tuple[float | None, float | None] | None:
+def _places(call: ast.Call) -> Tolerance | None:
     """Tolerance of assertAlmostEqual."""
     given = {each.arg or "": each.value for each in call.keywords}
     if len(call.args) > 2:

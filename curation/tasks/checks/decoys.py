@@ -2,6 +2,7 @@
 
     assert add(1, 2) == 3  ->  == 5          raises(ValueError)  ->  raises(KeyError)
     assert x in y          ->  x not in y    ("1, 2, 3") in a table of parameters  ->  ("1, 2, 5")
+    assert f() == GOLDEN.read_text()  ->  the same, and another text in the hidden file
     assert f() == Point(1, 2)  ->  == Point(3, 2), and in another decoy != Point(1, 2), since an argument may not count
 
 A solution that passes a test as written fails its decoy, since the two contradict each other; a state that passes both
@@ -13,13 +14,17 @@ from __future__ import annotations
 
 import ast
 import builtins
+import contextlib
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from random import Random
 
-from curation.tasks.checks.assertions import OPERATORS, OPPOSITES, Assertion, exception_names, find, literal
+from curation.tasks.checks.assertions import OPERATORS, OPPOSITES, Assertion, exception_names, find
 from curation.tasks.checks.edits import Source
+from curation.tasks.checks.mentions import mentioned
+from curation.tasks.checks.observing import UNOPENED
+from curation.tasks.checks.values import Values, literal
 
 MOST_DECOYS = 4
 """Maximum decoys per task: one that changes every assertion, and others that change one in each function."""
@@ -49,13 +54,14 @@ _CLASS, _METHOD = (
 Edits = dict[tuple[int, int], str]
 
 
-def make(files: dict[str, bytes], seed: str) -> list[dict[str, bytes]]:
-    """Up to MOST_DECOYS versions of these test files, deterministic by seed. Only Python files change.
+def make(files: dict[str, bytes], seed: str, data: Mapping[str, bytes] | None = None) -> list[dict[str, bytes]]:
+    """Up to MOST_DECOYS versions of these test files, deterministic by seed. Only Python files change, and in the first
+    version those of `data`, other hidden files, that are nothing but expectations.
 
     The first version changes every assertion; the others the first, second, ... one of each function that has several.
     """
     sources = {path: source for path, content in files.items() if (source := _source(path, content)) is not None}
-    found = {path: find(source.tree) for path, source in sources.items()}
+    found = _found(sources, data or {})
     most = max((len(each) for asserts in found.values() for each in by_function(asserts).values()), default=0)
     if most == 0:
         return []
@@ -64,12 +70,15 @@ def make(files: dict[str, bytes], seed: str) -> list[dict[str, bytes]]:
     versions: list[dict[str, bytes]] = []
     for number in range(1 if most == 1 and not made else min(most + 1, MOST_DECOYS)):
         distance = rng.randint(1, 6)
-        version = {}
+        version = _other_files(files, sources, found, data or {}, distance) if number == 0 else {}
+        others = version.keys()
         for path, source in sources.items():
             edits: Edits = {}
             for group in by_function(found[path]).values():
                 chosen = group if number == 0 else group[number - 1 :: MOST_DECOYS - 1]
                 for assertion in chosen:
+                    if _reads(assertion) & others:
+                        continue
                     other = _other_made(source, assertion, distance) if number == 0 else {}
                     edits |= other or _changed(source, assertion, distance, rng)
             changed = source.edited(edits)
@@ -78,6 +87,45 @@ def make(files: dict[str, bytes], seed: str) -> list[dict[str, bytes]]:
         if version and version not in versions:
             versions.append(version)
     return versions
+
+
+def _found(sources: Mapping[str, Source], data: Mapping[str, bytes]) -> dict[str, list[Assertion]]:
+    return {path: find(source.tree, Values(source.tree, path, data)) for path, source in sources.items()}
+
+
+def _reads(assertion: Assertion) -> set[str]:
+    """Hidden files whose content an assertion expects."""
+    return {read.path for part in assertion.reads for read in part}
+
+
+def _other_files(
+    files: Mapping[str, bytes],
+    sources: Mapping[str, Source],
+    found: Mapping[str, list[Assertion]],
+    data: Mapping[str, bytes],
+    distance: int,
+) -> dict[str, bytes]:
+    """Hidden files with other content, each of which is only read to be equal to a value, and is not with this one."""
+    others = {}
+    for path in {path for each in found.values() for assertion in each for path in _reads(assertion)}:
+        with contextlib.suppress(UnicodeDecodeError):  # checks are stored as text
+            others[path] = _other_text(data[path].decode(), distance).encode()
+    if not others:
+        return {}
+    edited, bad = dict(files), set[str]()
+    for path, changed in _found(sources, {**data, **others}).items():
+        edits: Edits = {}
+        for old, new in zip(found[path], changed, strict=True):
+            for before, after, part in zip(old.expected, new.expected or old.expected, old.reads, strict=False):
+                same = ast.literal_eval(before) == ast.literal_eval(after)
+                if old.operator != "==" or old.tolerance is not None or same:
+                    bad |= {read.path for read in part}
+                if part:
+                    edits[sources[path].span(before)] = "None"
+                edits |= {sources[path].span(read.opened): UNOPENED for read in part if read.opened}
+        edited[path] = sources[path].edited(edits)
+    bad |= mentioned(edited, others)
+    return {path: others[path] for path in sorted(others) if path not in bad}
 
 
 def make_moved(files: dict[str, bytes], seed: str) -> dict[str, bytes]:
@@ -133,7 +181,7 @@ def _changed(source: Source, assertion: Assertion, distance: int, rng: Random) -
         return {source.span(assertion.exceptions): _other_exception(assertion.exceptions, rng)}
     if assertion.operator in ("==", "is") or assertion.form == "call":
         edits: Edits = {}
-        for node in assertion.expected:
+        for node in assertion.expected if not _reads(assertion) else ():
             edits |= _other_value(source, node, distance, assertion.tolerance)
         if edits or assertion.form == "call":
             return edits

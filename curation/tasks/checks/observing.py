@@ -5,6 +5,9 @@ assert add(1, 2) == 3            ->  __see__('0:3', add(1, 2))           rule 0:
 with raises(ValueError): f()     ->  with __raised__('0:4'): f()         rule 0:4: ValueError
 assert abs(f(1) - 3) < 0.1       ->  __see__('0:5', abs(__plain__('0:5:0', f(1)) - 3))
 WANT = {"a": 1}                  ->  {"a": __hidden__(5)}
+assert f() == GOLDEN.read_text() ->  __see__('0:6', f())                 rule 0:6: == the file's text
+
+Hidden files that only expectations read are not placed in the sandbox of the observed run.
 """
 
 from __future__ import annotations
@@ -12,15 +15,20 @@ from __future__ import annotations
 import ast
 import builtins
 import copy
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 
 from contracts.syntax import is_deep
 from contracts.tasks import Observed, Rule
-from curation.tasks.checks.assertions import Assertion, exception_names, find, literal
+from curation.tasks.checks.assertions import Assertion, exception_names, find
 from curation.tasks.checks.edits import Source
+from curation.tasks.checks.mentions import mentioned
+from curation.tasks.checks.values import Values, literal
 
 _MOST_LEVELS = 100
 """Of an assertion, and of what is made of it: a copy takes six frames a level, of the thousand that Python allows."""
+UNOPENED = "__import__('contextlib').nullcontext()"
+"""In place of opening a file for an expectation."""
 _KNOWN = frozenset({"==", "!=", "<", "<=", ">", ">=", "in", "not in", "is", "is not", "has", "has not", "isa"})
 
 
@@ -30,21 +38,37 @@ def make(
     *,
     tables: bool = True,
     plain: bool = True,
+    data: Mapping[str, bytes] | None = None,
 ) -> Observed:
     """Observed versions of these test files, except for assertions whose keys are in `without`.
 
     tables: hide the values of dictionaries in the files. plain: strip values in assertions' computations of their own
-    methods.
+    methods. data: other hidden files, which may be expectations.
     """
-    made = Observed({}, {}, {}, {})
+    data = dict(data or {})
+    while True:
+        made, read = _made(files, without, tables, plain, data)
+        still = mentioned({**files, **made.files}, read)
+        if not still:
+            return replace(made, removed=tuple(sorted(read)))
+        data = {path: content for path, content in data.items() if path not in still}
+
+
+def _made(
+    files: dict[str, bytes], without: Collection[str], tables: bool, plain: bool, data: Mapping[str, bytes]
+) -> tuple[Observed, set[str]]:
+    """Observed versions, and the hidden files whose content they lack."""
+    made, read = Observed({}, {}, {}, {}), set[str]()
     for number, path in enumerate(sorted(files)):
         try:
             source = Source(files[path]) if path.endswith(".py") else None
         except (SyntaxError, ValueError):
             source = None
         if source is not None:
-            _File(source, number, made, without, tables, plain).rewrite(path)
-    return made
+            file = _File(source, Values(source.tree, path, data), number, made, without, tables, plain)
+            file.rewrite(path)
+            read |= file.read
+    return made, read
 
 
 def functions_of(files: dict[str, bytes]) -> dict[str, list[str]]:
@@ -80,6 +104,7 @@ class _File:
     def __init__(
         self,
         source: Source,
+        values: Values,
         number: int,
         made: Observed,
         without: Collection[str],
@@ -87,16 +112,20 @@ class _File:
         plain: bool,
     ) -> None:
         self._source, self._number, self._made, self._without = source, number, made, without
+        self.values = values
         self._tables, self._plain = tables, plain
         self._edits: dict[tuple[int, int], str] = {}
+        self.read: set[str] = set()
+        """Hidden files whose content was removed from it."""
 
     def rewrite(self, path: str) -> None:
         """Add the rewritten file, its rules and hidden values, if it has an observed assertion."""
-        found = {f"{self._number}:{index}": each for index, each in enumerate(find(self._source.tree))}
+        found = {f"{self._number}:{index}": each for index, each in enumerate(find(self._source.tree, self.values))}
         without = {key for key, each in found.items() if key in self._without or is_deep(each.node, _MOST_LEVELS)}
-        kept = {id(node) for key in without for node in found[key].expected}
+        span = self._source.span
+        kept = {span(node) for key in without for node in found[key].expected}
         for key, each in found.items():
-            if key not in without and not (not each.direct and any(id(node) in kept for node in each.expected)):
+            if key not in without and not (not each.direct and any(span(node) in kept for node in each.expected)):
                 self._observe(key, each)
         if self._tables and self._edits:
             for value in _table_values(self._source.tree):
@@ -133,6 +162,10 @@ class _File:
             sides += f", {self._text(key, right)}"
             for node in each.expected:
                 self._hide(node)
+        for read in (read for part in each.reads for read in part):
+            self.read.add(read.path)
+            if read.opened is not None:
+                self._edits[self._source.span(read.opened)] = UNOPENED
         exact = not each.looped or bool(each.expected and not each.direct)
         self._edits[self._source.span(each.node)] = f"__see__({key!r}, {sides})"
         self._made.rules[key] = Rule("compare", each.operator, want, tolerance=each.tolerance, exact=exact)
@@ -176,14 +209,30 @@ class _File:
 
 
 class _Parts(ast.NodeTransformer):
-    """Parts of a compared expression: calls in its computation, and subscripted dictionaries."""
+    """Parts of a compared expression: calls in its computation, functions of `math`, and subscripted dictionaries."""
 
     def __init__(self, file: _File, key: str, top: ast.expr | None) -> None:
         self._file, self._key = file, key
         self._top = None if top is None else (top.lineno, top.col_offset, top.end_lineno, top.end_col_offset)
         self.changed = False
 
+    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
+        found = self._computed(node)
+        if found is None:
+            self.generic_visit(node)
+        return found or node
+
+    def _computed(self, node: ast.expr) -> ast.expr | None:
+        """The literal of a constant or function of `math`, which code under test could replace."""
+        found = self._file.values.folded(node, None)
+        if found is node or self._file.values.reads(found):
+            return None
+        self.changed = True
+        return found
+
     def visit_Call(self, node: ast.Call) -> ast.expr:
+        if (found := self._computed(node)) is not None:
+            return found
         self.generic_visit(node)
         place = (node.lineno, node.col_offset, node.end_lineno, node.end_col_offset)
         builtin = isinstance(node.func, ast.Name) and hasattr(builtins, node.func.id)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from contracts.digests import digest_of
 from contracts.syntax import parse_python
@@ -13,15 +15,20 @@ from contracts.tasks import Checks, Decoy, Observed, Task, files_digest
 from curation.cheating import base_name, base_names, passed, passing
 from curation.tasks.checks import decoys, observing
 from curation.tasks.checks.expectations import agrees, rights
+from curation.tasks.checks.mentions import candidates
 from envd.client import VerifyResult
 
-CHECKS_VERSION = "3"
+CHECKS_VERSION = "4"
 """Bump if the same tests get other decoys or observations."""
+_SEED = "3"
+"""Of decoys. A bump gives all tasks other digests, also those whose tests get the same checks as before."""
 _ROUNDS = 3
 _MOST_STUCK = 2
 """Times that a decoy's run is repeated, without the test that did not end."""
-_WAYS = ((True, True), (False, True), (True, False), (False, False))
-"""Variants of observing: (hide dictionaries' values, strip values in computations of their methods)."""
+_WAYS = [(tables, plain, data) for data in (True, False) for plain in (True, False) for tables in (True, False)]
+"""Variants of observing: hide dictionaries' values, strip values in computations of their methods, leave out hidden
+files that are expectations.
+"""
 Run = Callable[[Mapping[str, bytes] | None, Sequence[str] | None], Coroutine[None, None, VerifyResult]]
 """One run of the reference solution, with these hidden files and tests, or the task's own."""
 
@@ -42,9 +49,12 @@ async def prove(task: Task, run: Run) -> Proof:
     are skipped or fail is undecided.
     """
     files = {path: content for path, content in task.hidden_files.items() if path.endswith(".py")}
+    data = {path: content for path, content in task.hidden_files.items() if path not in files}
+    repository = {path: content for path, content in task.files.items() if path not in files}
+    data = await asyncio.to_thread(candidates, data, repository)
     tests = base_names(task.tests)
-    seed = digest_of([CHECKS_VERSION, task.task_id, files_digest(task.hidden_files), list(task.tests)])
-    versions = await asyncio.to_thread(decoys.make, files, seed)  # thousands of assertions take seconds
+    seed = digest_of([_SEED, task.task_id, files_digest(task.hidden_files), list(task.tests)])
+    versions = await asyncio.to_thread(decoys.make, files, seed, data)  # thousands of assertions take seconds
     moved = await asyncio.to_thread(decoys.make_moved, files, seed)
     always = 2 if versions and moved else 1
     versions[1:1] = [moved] if versions and moved else []
@@ -70,7 +80,7 @@ async def prove(task: Task, run: Run) -> Proof:
         return await asyncio.gather(*map(decoy, chosen))
 
     written, observed, results = await asyncio.gather(
-        run(None, None), _observe(task, files, sound, keys, run), failed(versions[:always])
+        run(None, None), _observe(task, files, data, sound, keys, run), failed(versions[:always])
     )
     if not passed(task.tests, written):
         holding = tuple(test for test in tests if function_of(test) in keys)
@@ -170,19 +180,25 @@ def _definitions(data: bytes) -> dict[str, str]:
 
 
 async def _observe(
-    task: Task, files: dict[str, bytes], tests: Sequence[str], keys: Mapping[str, list[str]], run: Run
+    task: Task,
+    files: dict[str, bytes],
+    data: Mapping[str, bytes],
+    tests: Sequence[str],
+    keys: Mapping[str, list[str]],
+    run: Run,
 ) -> Observed | None:
     """Observed tests that agree with the reference, of the variant that leaves the fewest assertions unobserved."""
     if not tests:
         return None
     best: tuple[int, Observed | None] = (len(files) + sum(map(len, keys.values())), None)
     tried: list[dict[str, bytes]] = []
-    for way in _WAYS:
-        made = await asyncio.to_thread(observing.make, files, tables=way[0], plain=way[1])
+    for tables, plain, hides in _WAYS:
+        make = partial(observing.make, files, tables=tables, plain=plain, data=data if hides else None)
+        made = await asyncio.to_thread(make)
         if made.files in tried:
             continue
         tried.append(made.files)
-        without, found = await _observed(task, files, tests, keys, run, way)
+        without, found = await _observed(task, made, make, tests, keys, run)
         if found is not None and len(without) < best[0]:
             best = (len(without), found)
         if not without:
@@ -196,35 +212,39 @@ def _repeatable(observed: Observed | None, drawn: set[str]) -> Observed | None:
     if observed is None or not drawn:
         return observed
     seen = {test: keys for test, keys in observed.seen.items() if function_of(test) not in drawn}
-    return Observed(observed.files, observed.rules, observed.hidden, seen) if seen else None
+    return dataclasses.replace(observed, seen=seen) if seen else None
 
 
 async def _observed(
     task: Task,
-    files: dict[str, bytes],
+    made: Observed,
+    make: Callable[[Collection[str]], Observed],
     tests: Sequence[str],
     keys: Mapping[str, list[str]],
     run: Run,
-    way: tuple[bool, bool],
 ) -> tuple[set[str], Observed | None]:
-    """Observed tests of one variant, and the keys of assertions that it leaves unobserved."""
+    """Observed tests of one variant, and the keys of assertions that it leaves unobserved.
+
+    made: with all assertions. make: makes the variant without some.
+    """
     without: set[str] = set()
     for _ in range(_ROUNDS):
-        made = await asyncio.to_thread(observing.make, files, without, tables=way[0], plain=way[1])
         if not made.files:
             break
-        result = await run(task.hidden_files | made.files, tests)
+        placed = made.placed(task.hidden_files)
+        result = await run(placed, tests)
         if result.exit == "timed_out" and not without:  # perhaps since the machine was busy
-            result = await run(task.hidden_files | made.files, tests)
+            result = await run(placed, tests)
         hanging = stuck(result) if result.exit == "timed_out" else set()
         told = tuple(test for test in tests if test in hanging or test in passing(result)) if hanging else tests
         bad = _disagreeing(made, result, told, keys)
         if not bad:
             seen = _seen(made, result)
-            return without, Observed(made.files, made.rules, made.hidden, seen) if seen else None
+            return without, dataclasses.replace(made, seen=seen) if seen else None
         if bad <= without:
             break
         without |= bad
+        made = await asyncio.to_thread(make, without)
     return without, None
 
 

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from contracts.store import Store
-from contracts.tasks import Checks, Decoy, Observed, Split, Task
+from contracts.tasks import Checks, Decoy, Split, Task
 from curation.cheating import base_name, base_names, contradictions, passed, passing
 from curation.once import Once
 from curation.paths import changed_paths
@@ -200,7 +200,7 @@ class Prover:
             results.append(await self._ended(task, task.hidden_files, alone))
             wrong = not passed(alone, results[-1])
         if observed is not None and watched:
-            results.append(await self._ended(task, task.hidden_files | observed.files, (*watched, *beside)))
+            results.append(await self._ended(task, observed.placed(task.hidden_files), (*watched, *beside)))
             wrong = wrong or bool(contradictions(observed, results[-1]))
             wrong = wrong or not passing(results[-1]).issuperset(beside)
         if any(result.exit != "completed" for result in results):
@@ -391,7 +391,7 @@ def _narrowed(master: _Master, tests: Sequence[str]) -> Checks:
     names = set(base_names(tests))
     found = checks.observed
     seen = {name: keys for name, keys in found.seen.items() if name in names} if found else {}
-    observed = Observed(found.files, found.rules, found.hidden, seen) if found and seen else None
+    observed = dataclasses.replace(found, seen=seen) if found and seen else None
     left = dict.fromkeys(names, len(checks.decoys)) | dict.fromkeys(names & whole, _ENOUGH)
     decoys: list[Decoy] = []
     for each in checks.decoys:
