@@ -24,6 +24,7 @@ from ops.ledger.index import rebuild
 from ops.ledger.recall import Recall, recall
 from ops.retention import SNAPSHOT_S, iteration_bytes, removable, remove
 from ops.rollback import plan_rollback
+from resources.errors import RegistryError
 from resources.experiment import Experiment, OffPolicyConfig
 from resources.refs import require_ref, write_ref
 from resources.registry import Registry
@@ -130,6 +131,10 @@ def test_the_previous_policy_and_a_training_that_a_kill_left_unnamed_stay(
             decide(store, tiny, iteration, verdict, candidate.digest)
     assert {each.ref.key[0] for each in removable(store, 1, ANY_AGE)} == {"0", "3"}
     assert plan_rollback(store, tiny.name, None).target.iteration == "0001"
+    for each in removable(store, 1, ANY_AGE):
+        remove(store, each)
+    with pytest.raises(RegistryError, match=r"state is gone .* choose another one of `triplane rollback -e tiny"):
+        plan_rollback(store, tiny.name, "1")
 
 
 def test_snapshots_of_trainings_that_nobody_continues_go_after_a_week(
