@@ -17,6 +17,7 @@ from ops.smoke import Smoke
 from ops.soundness import fault_of_candidate
 from ops.step import Step
 from resources.errors import NotMaterialized
+from resources.refs import read_ref
 from resources.registry import Registry
 
 Verdict = Literal["live", "refused", "stale"]
@@ -71,7 +72,17 @@ def decide_deployment(step: Step, smoke: Callable[[], Smoke]) -> Artifact:
 
 
 def _require_current(step: Step, evaluation: Artifact, candidate: ArtifactRef) -> None:
-    """Raise NotMaterialized for an evaluation of another candidate, or with another confidence than is asked for."""
+    """Raise NotMaterialized for an evaluation of another candidate, or with another confidence than is asked for, and
+    for a candidate that was trained before its dataset was made again, e.g. without quarantined episodes.
+    """
+    where = f"{step.experiment.name}/{step.iteration}"
+    dataset = read_ref(step.store, step.experiment.name, "dataset", step.iteration)
+    trained = open_artifact(step.store, candidate).manifest.parents.get("dataset")
+    if dataset is not None and trained is not None and trained.digest != dataset.digest:
+        raise NotMaterialized(
+            f"the candidate of {where} was trained on dataset {trained.short}, which was made again since and is"
+            f" {dataset.short}: materialize checkpoint and what follows again"
+        )
     played = open_artifact(step.store, evaluation.manifest.parents["candidate_gate"]).manifest.parents["policy"]
     confidence = evaluation.manifest.config["confidence"]
     if played.digest != candidate.digest:
@@ -80,7 +91,7 @@ def _require_current(step: Step, evaluation: Artifact, candidate: ArtifactRef) -
         why = f"with confidence {confidence}, and promotion.confidence is {step.experiment.promotion.confidence}"
     else:
         return
-    raise NotMaterialized(f"the evaluation of {step.experiment.name}/{step.iteration} is {why}: materialize it again")
+    raise NotMaterialized(f"the evaluation of {where} is {why}: materialize it again")
 
 
 def check_gate(evaluation: Artifact, parent: ArtifactRef, margin: float) -> NonInferiority:

@@ -8,7 +8,7 @@ before. An iteration whose trainer state is gone can't be trained again, and its
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 
 from contracts.artifacts import Artifact, ArtifactRef, artifact_exists, discard_artifact, find_artifact, list_artifacts
@@ -43,18 +43,20 @@ class Removable:
 def removable(store: Store, keep_last: int, older_than_s: float) -> list[Removable]:
     """Artifacts that no policy, no pinned iteration and no question needs.
 
-    keep_last: iterations, and promotions that the live policy builds on, whose trainer states stay beside those of
-    iterations without a decision; at least 1.
+    keep_last: iterations, and promotions below the live policy that it builds on, whose trainer states stay beside
+    those of iterations without a decision; at least 1.
     older_than_s: minimum age, since a run may have made what nothing names yet; of snapshots at least SNAPSHOT_S.
     """
     now = time.time()
     old, abandoned = now - older_than_s, now - max(older_than_s, SNAPSHOT_S)
     needed = {key for experiment in experiments_in(store) for key in _needed_by(store, experiment, keep_last)}
     snapshots = [each for each in list_artifacts(store, SNAPSHOT) if each.manifest.created_unix < abandoned]
-    trains = {digest for each in experiments_in(store) for digest in _trains_on(store, each)} if snapshots else set()
+    states = [each for each in list_artifacts(store, TRAINER_STATE) if each.ref.key not in needed]
+    trainings = snapshots or states
+    trains = {digest for each in experiments_in(store) for digest in _trains_on(store, each)} if trainings else set()
     found = [
         *(each for each in snapshots if _dataset_of(each) not in trains | {None}),
-        *(each for each in list_artifacts(store, TRAINER_STATE) if each.ref.key not in needed),
+        *(each for each in states if not _was_trained_on(each, trains)),
         *(each for each in list_artifacts(store, GROUP) if _is_merged(store, each)),
         *(each for kind in (KEPT_ROWS, ROWS) for each in list_artifacts(store, kind)),
     ]
@@ -85,7 +87,7 @@ def _needed_by(store: Store, experiment: str, keep_last: int) -> Iterator[str]:
     registry = Registry(store, experiment)
     history = registry.history()
     live = [history[-1]] if history else []
-    for entry in (*live, *(history[number - 1] for number in registry.standing()[-keep_last:])):
+    for entry in (*live, *(history[number - 1] for number in registry.standing()[-keep_last - 1 :])):  # with its own
         yield entry.trainer_state.key
     pinned, undecided = partitions(store, experiment, ITERATION_INPUTS.name), next_iteration(store, experiment)
     for iteration in {*pinned[-keep_last:], *(each for each in pinned if int(each) >= undecided)}:
@@ -96,6 +98,14 @@ def _needed_by(store: Store, experiment: str, keep_last: int) -> Iterator[str]:
         made = read_ref(store, experiment, CHECKPOINT.name, iteration)
         if made is not None:
             yield from (each.key for each in (made, *earlier_refs(store, experiment, CHECKPOINT.name, iteration, made)))
+
+
+def _was_trained_on(state: Artifact, datasets: Container[str]) -> bool:
+    """Whether a trainer state was trained on one of these datasets: a killed run may not have referred to its
+    checkpoint yet.
+    """
+    dataset = state.manifest.parents.get(DATASET.name)
+    return dataset is not None and dataset.digest in datasets
 
 
 def _dataset_of(snapshot: Artifact) -> str | None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import dagster as dg
 
-from contracts.artifacts import find_artifact, open_artifact
+from contracts.artifacts import artifact_exists, find_artifact, open_artifact
 from contracts.errors import ConfigError
 from contracts.failpoints import failpoint
 from contracts.store import Store
@@ -55,14 +55,20 @@ class RolledBack:
 def plan_rollback(store: Store, experiment: str, to: str | None) -> RollbackPlan:
     """Plan a rollback to `to` (see Registry.restorable).
 
-    Changes nothing. Raises RegistryError (AlreadyLive included), and ArtifactCorrupt or ArtifactMissing for a target
-    that can no longer be served.
+    Changes nothing. Raises RegistryError (AlreadyLive included, and for a target that can't be trained any more), and
+    ArtifactCorrupt or ArtifactMissing for one that can no longer be served.
     """
     registry = Registry(store, experiment)
     target = registry.restorable(to, _base(store, registry, to))
     live = registry.live()
     assert live is not None, "restorable raises if nothing was promoted"
     open_artifact(store, target.policy).directory()
+    if not artifact_exists(store, target.trainer_state.kind, target.trainer_state.key):
+        raise RegistryError(
+            f"policy {target.policy.short} can't be made live again, since nothing could be trained from it: its"
+            f" trainer state is gone from {store.url}, as after `triplane gc`: choose another one of `triplane rollback"
+            f" -e {experiment} --list`, or restore {target.trainer_state.uri} from a backup"
+        )
     open_artifact(store, target.trainer_state)
     return _plan(registry, live, target)
 

@@ -1,5 +1,5 @@
 """Find runs whose process was killed: Dagster shows them as running and counts them against the run limit. Also end the
-processes of runs that Dagster would show as canceled while they work.
+processes of runs that work on although Dagster shows them as ended, or no longer has them.
 """
 
 from __future__ import annotations
@@ -7,9 +7,10 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 import dagster as dg
 
@@ -24,6 +25,9 @@ TOLD_TAG = "triplane/told_to_end"
 """Tag of a run to whose process `end_dead_runs` has sent SIGTERM. Its value is the id of the run."""
 PATIENCE_S = 20.0
 """Time for the process of a canceled run to end by itself, in seconds."""
+
+POLL_S = 5.0
+"""Pause between two looks of a run's process at the record of the run, in seconds."""
 
 _UNFINISHED = [
     dg.DagsterRunStatus.NOT_STARTED,
@@ -46,6 +50,32 @@ def process_tag(run_id: str) -> dict[str, str]:
     """Tag of a run that this process executes."""
     name = process_name(os.getpid())
     return {} if name is None else {PROCESS_TAG: f"{name}/{run_id}"}
+
+
+@contextmanager
+def end_with_record(instance: dg.DagsterInstance, run_id: str) -> Iterator[None]:
+    """Context in which this process gets SIGTERM once the run that it executes is deleted or marked as ended: the next
+    run of its experiment starts then.
+    """
+    over = threading.Event()
+    watcher = threading.Thread(target=_watch_record, args=(instance, run_id, over), name="run-record", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        over.set()
+        watcher.join()
+
+
+def _watch_record(instance: dg.DagsterInstance, run_id: str, over: threading.Event) -> None:
+    while not over.wait(POLL_S):
+        try:
+            run = instance.get_run_by_id(run_id)
+        except Exception:  # noqa: BLE001 (whatever the database's driver raises while it is away)
+            continue
+        if (run is None or run.is_finished) and not over.is_set():
+            os.kill(os.getpid(), signal.SIGTERM)
+            return
 
 
 def is_dead(name: str) -> bool:

@@ -11,7 +11,7 @@ import dagster as dg
 from contracts.errors import ConfigError
 from ops.retries import EXECUTOR_VARIABLE, steps_are_pods
 from ops.spans import run_span, trace_tag
-from triplane_dagster.dead_runs import process_tag
+from triplane_dagster.dead_runs import end_with_record, process_tag
 from triplane_dagster.jobs import REPEATED_WHOLE
 
 
@@ -38,7 +38,7 @@ def _forked(config: Mapping[str, Any]) -> Mapping[str, object]:
 
 class _Tagging(dg.Executor):
     """Executor that first records which process executes the run, and that a repetition repeats all of its steps: runs
-    from an asset's page have no tags of ours.
+    from an asset's page have no tags of ours. The process ends with the record of its run.
     """
 
     def __init__(self, inner: dg.Executor) -> None:
@@ -58,8 +58,9 @@ class _Tagging(dg.Executor):
         """See Executor.execute."""
         run_id = plan_context.run_id
         tags = {**process_tag(run_id), **REPEATED_WHOLE, **trace_tag(run_id)}
-        plan_context.instance.add_run_tags(run_id, tags)
-        with run_span(run_id, plan_context.job_name) as span:
+        instance = plan_context.instance
+        instance.add_run_tags(run_id, tags)
+        with end_with_record(instance, run_id), run_span(run_id, plan_context.job_name) as span:
             for event in self._inner.execute(plan_context, execution_plan):
                 if event.is_step_failure:  # raises nothing here
                     span.fail("StepFailed")

@@ -38,12 +38,20 @@ def overdue_sensors(experiments: Sequence[Experiment]) -> list[dg.SensorDefiniti
         if not has_receiver():
             return NO_RECEIVER
         late = overdue_messages(context.instance, planned, time.time())
-        for name in late.keys() - set(json.loads(context.cursor or "[]")):
+        for name in late.keys() - _told(context.cursor):
             tell(late[name], context.log)
         said = "; ".join(each["text"] for each in late.values())
         return dg.SensorResult(skip_reason=said or "nothing is overdue", cursor=json.dumps(sorted(late)))
 
     return [sensor]
+
+
+def _told(cursor: str | None) -> set[str]:
+    """Names of the experiments that were told of; none for a cursor that somebody typed in the UI."""
+    try:
+        return set(json.loads(cursor or "[]"))
+    except (ValueError, TypeError):
+        return set()
 
 
 def overdue_messages(

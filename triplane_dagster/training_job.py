@@ -66,6 +66,18 @@ def _began_unix(context: dg.OpExecutionContext) -> float:
     return datetime.fromisoformat(scheduled).timestamp() if scheduled else launched_unix(context)
 
 
+def _require_sequence(context: dg.OpExecutionContext, experiment: Experiment) -> None:
+    """Raise TargetRefused if somebody has stopped the sensor that runs the iterations."""
+    instance, origin, sensor = context.instance, context.run.remote_job_origin, f"{experiment.name}_sequence"
+    ours = origin.repository_origin.get_selector_id() if origin else None  # a renamed code location leaves its states
+    states = instance.all_instigator_state(repository_selector_id=ours) if instance.schedule_storage else ()
+    if any(each.name == sensor and each.status.value == "STOPPED" for each in states):
+        raise TargetRefused(
+            f"the sensor {sensor}, which runs the iterations, is stopped: start it in the UI (Automation), then launch"
+            f" {train_job_name(experiment)} again"
+        )
+
+
 def train_job(experiment: Experiment) -> dg.JobDefinition:
     """Job that asks for iterations."""
 
@@ -83,6 +95,8 @@ def train_job(experiment: Experiment) -> dg.JobDefinition:
             return
         require_launchable(experiment)
         repeats = context.run.get_root_run_id() is not None
+        if not repeats:
+            _require_sequence(context, experiment)
         target = request_target(
             opened,
             experiment,

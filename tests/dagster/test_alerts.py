@@ -242,7 +242,7 @@ def test_an_overdue_experiment_is_told_once_until_it_recovers(
     (sensor,) = overdue_sensors([tiny, planned])
     monkeypatch.setenv("TRIPLANE_STORE", str(tmp_path / "store"))
     monkeypatch.setenv(VARIABLE, hook.url)
-    now, cursor = time.time(), "[]"
+    now, cursor = time.time(), "typed in the UI"
     monkeypatch.setattr("triplane_dagster.overdue.time", SimpleNamespace(time=lambda: now))
     with dg.DagsterInstance.local_temp(str(tmp_path)) as instance:
 

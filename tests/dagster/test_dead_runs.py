@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -77,6 +78,50 @@ def test_a_process_that_no_code_server_ends_is_told_to_once_somebody_terminates_
             assert end_dead_runs(instance) == []
         child.wait(30)
         assert instance.get_runs()[0].status is dg.DagsterRunStatus.CANCELED
+
+
+NAP = """
+import time, dagster as dg
+from pathlib import Path
+from triplane_dagster.executors import step_executor
+
+@dg.op
+def sleep():
+    Path("asleep").touch()
+    time.sleep(600)
+
+@dg.job(executor_def=step_executor())
+def nap():
+    sleep()
+"""
+
+
+@pytest.mark.parametrize("how", ["deleted", "canceled"])
+def test_a_process_whose_run_is_deleted_or_marked_as_canceled_meanwhile_ends(how: str, tmp_path: Path) -> None:
+    (tmp_path / "naps.py").write_text(NAP)
+    (tmp_path / "dagster.yaml").write_text("telemetry: {enabled: false}\n")
+    child = subprocess.Popen(
+        [sys.executable, "-m", "dagster", "job", "execute", "-f", "naps.py", "-j", "nap"],
+        cwd=tmp_path,
+        env={**os.environ, "DAGSTER_HOME": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "asleep").exists():
+            assert child.poll() is None and time.monotonic() < deadline
+            time.sleep(0.1)
+        with dg.DagsterInstance.from_config(str(tmp_path)) as instance:
+            (run,) = instance.get_runs()
+            if how == "deleted":
+                instance.delete_run(run.run_id)
+            else:
+                instance.report_run_canceled(run, "Force termination immediately")
+        child.wait(30)
+    finally:
+        child.kill()
+        child.wait()
 
 
 def test_a_repetition_is_not_taken_for_the_run_whose_tags_it_has(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ from ops.smoke import Smoke
 from resources.deployment import fault_of, swap_servers
 from resources.errors import DeploymentFailed, NotMaterialized, RegistryError
 from resources.experiment import DeploymentConfig, parse_experiment
-from resources.refs import require_ref
+from resources.refs import require_ref, write_ref
 from tests.ports import free_port
 
 
@@ -149,6 +149,18 @@ def test_an_evaluation_of_another_candidate_or_confidence_decides_nothing(ran: W
         with pytest.raises(NotMaterialized, match=f"{reason}.*: materialize it again"):
             decide_deployment(replace(step, state=replace(step.state, **change)), no_smoke)
     assert stage.registry.live() is None
+
+
+def test_a_candidate_whose_dataset_was_made_again_decides_nothing(ran: World) -> None:
+    stage = stage_of(ran, "remade_dataset")
+    trained, other = (require_ref(ran.store, "tiny", "dataset", each) for each in ("0000", "0001"))
+    for dataset in (trained, other):
+        write_ref(ran.store, stage.experiment.name, "dataset", "0000", dataset)
+    with pytest.raises(NotMaterialized, match=f"{trained.short}, .* is {other.short}: materialize checkpoint"):
+        stage.decide(stage.first, stage.base, "0000", no_smoke)
+    assert stage.registry.live() is None
+    write_ref(ran.store, stage.experiment.name, "dataset", "0000", trained)
+    assert stage.decide(stage.first, stage.base, "0000", good_smoke).decision == "live"
 
 
 def test_infrastructure_fault_decides_nothing(ran: World) -> None:

@@ -24,6 +24,7 @@ from ops.ledger.index import rebuild
 from ops.ledger.recall import Recall, recall
 from ops.retention import SNAPSHOT_S, iteration_bytes, removable, remove
 from ops.rollback import plan_rollback
+from resources.errors import RegistryError
 from resources.experiment import Experiment, OffPolicyConfig
 from resources.refs import require_ref, write_ref
 from resources.registry import Registry
@@ -103,6 +104,37 @@ def test_the_states_of_undecided_iterations_stay(
         for iteration in ("0000", "0001"):
             decide(store, ahead, iteration, "refused")
         assert [each.ref.key for each in removable(store, 1, ANY_AGE)] == ["c" * 64]
+
+
+def test_the_previous_policy_and_a_training_that_a_kill_left_unnamed_stay(
+    tiny: Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRIPLANE_STORE", str(tmp_path / "store"))
+    store = open_store()
+    make_base(store, tiny)
+    live = require_ref(store, tiny.name, "base_policy")
+    with dg.DagsterInstance.ephemeral(str(tmp_path)) as instance:
+        for number, verdict in enumerate(("live", "live", "live", "refused", None)):
+            iteration, key = f"{number:04}", str(number) * 64
+            pin(tiny, instance, iteration)
+            sample(store, tiny, iteration)
+            dataset = require_ref(store, tiny.name, "dataset", iteration)
+            state = commit(store, "trainer_state", key, dataset=dataset).ref
+            candidate = commit(store, "checkpoint", key, dataset=dataset).ref
+            if verdict is None:
+                break  # killed after the training was committed
+            write_ref(store, tiny.name, "checkpoint", iteration, candidate)
+            if verdict == "live":
+                parent = live.digest
+                assert Registry(store, tiny.name).promote(candidate, state, parent=parent, iteration=iteration)
+                live = candidate
+            decide(store, tiny, iteration, verdict, candidate.digest)
+    assert {each.ref.key[0] for each in removable(store, 1, ANY_AGE)} == {"0", "3"}
+    assert plan_rollback(store, tiny.name, None).target.iteration == "0001"
+    for each in removable(store, 1, ANY_AGE):
+        remove(store, each)
+    with pytest.raises(RegistryError, match=r"state is gone .* choose another one of `triplane rollback -e tiny"):
+        plan_rollback(store, tiny.name, "1")
 
 
 def test_snapshots_of_trainings_that_nobody_continues_go_after_a_week(

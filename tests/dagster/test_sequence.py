@@ -12,6 +12,12 @@ from zoneinfo import ZoneInfo
 import dagster as dg
 import pytest
 import yaml
+from dagster._core.remote_origin import (
+    RegisteredCodeLocationOrigin,
+    RemoteInstigatorOrigin,
+    RemoteRepositoryOrigin,
+)
+from dagster._core.scheduler.instigation import InstigatorState, InstigatorStatus, InstigatorType
 from dagster._core.storage.tags import AUTO_RETRY_RUN_ID_TAG, PARENT_RUN_ID_TAG, ROOT_RUN_ID_TAG
 from dagster._utils.tags import TagConcurrencyLimitsCounter
 from pinning import commit, counting_store, decide, make_base, pin, sample
@@ -376,6 +382,25 @@ def test_a_request_that_waited_in_the_queue_while_another_ended_is_refused(desk:
             request_target(desk.store, desk.experiment, 1, request="queued", asked_unix=clicked)
         desk.tick()
     assert request_target(desk.store, desk.experiment, 1, request="later", asked_unix=time.time()).first == 1
+
+
+def test_a_request_is_refused_while_its_sensor_is_stopped(
+    tiny: Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRIPLANE_STORE", str(tmp_path / "store"))
+    (tmp_path / "dagster").mkdir()
+    with dg.DagsterInstance.local_temp(str(tmp_path / "dagster")) as instance:
+        desk = Desk(tiny, open_store(), instance)
+        repository = RemoteRepositoryOrigin(RegisteredCodeLocationOrigin("here"), "__repository__")
+        origin = RemoteInstigatorOrigin(repository, "tiny_sequence")
+        state = InstigatorState(origin, InstigatorType.SENSOR, InstigatorStatus.STOPPED)
+        instance.add_instigator_state(state)
+        with pytest.raises(TargetRefused, match=r"tiny_sequence.* is stopped: start it .* launch tiny_train again"):
+            desk.train(iterations=2)
+        assert desk.train(iterations=0) and last_target(desk.store, tiny) is None
+        instance.update_instigator_state(state.with_status(InstigatorStatus.RUNNING))
+        desk.train(iterations=2)
+        assert unfinished_target(desk.store, tiny) is not None
 
 
 def test_the_command_line_and_the_job_know_of_one_another(desk: Desk) -> None:
