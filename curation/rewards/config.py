@@ -24,7 +24,7 @@ from curation.endpoint import Endpoint
 from curation.rewards.component import Component
 from curation.rewards.prompt import JUDGE_TEMPLATE, MODEL_TEMPLATE, check_template
 from curation.rewards.shapers import AnyShaper, TestsComponent
-from curation.verify import CONFIRMED_VERSION
+from curation.verdicts import CONFIRMED_VERSION
 
 COMPONENTS_VERSION = "2"
 """Bump if a component's value may change for the same episode. Part of the rewards' key only if there are components.

@@ -32,7 +32,8 @@ from curation.rewards.shapers import Shaper
 from curation.rewards.tables import EVIDENCE, REWARDS
 from curation.rewards.traces import Rating
 from curation.rewards.transcripts import Transcripts
-from curation.verify import VERIFIER_VERSION, Verdict, Verifier
+from curation.verdicts import VERIFIER_VERSION, Verdict
+from curation.verify import Verifier
 
 REWARDS_VERSION = f"3+verifier{VERIFIER_VERSION}"
 """Code version of the `rewards` step; a new verifier is a new action key."""

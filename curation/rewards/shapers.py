@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from contracts.tasks import Task
 from curation.rewards.component import Component
 from curation.rewards.traces import RULES, Rating, RuleName, read_calls
-from curation.verify import Verdict
+from curation.verdicts import Verdict
 
 
 class Shaper(Component):

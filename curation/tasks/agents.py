@@ -21,7 +21,8 @@ from contracts.digests import sha256
 from contracts.final_states import AnswerState, RequestsState, final_answer, recording
 from contracts.tasks import Task
 from curation.errors import TaskError
-from curation.verify import Verdict, Verifier
+from curation.verdicts import Verdict
+from curation.verify import Verifier
 from envd.client import Export, Limits, SandboxClient, ToolCall, ToolResult
 from envd.tools import SUBMIT_ANSWER
 

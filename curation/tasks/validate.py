@@ -22,7 +22,8 @@ from curation.states.database import database_cheats
 from curation.states.requests import requests_cheats, requests_state
 from curation.tasks.bugs import file_diff
 from curation.tasks.suite import wrong_answers
-from curation.verify import Verdict, Verifier
+from curation.verdicts import Verdict
+from curation.verify import Verifier
 from envd.client import SandboxClient
 
 T = TypeVar("T")

@@ -9,7 +9,7 @@ from typing import Any
 from contracts.errors import ArtifactCorrupt
 from contracts.store import Store
 from contracts.tasks import Task
-from curation.verify import read_verdict, verdict_key
+from curation.verdicts import read_verdict, verdict_key
 
 READERS = 16
 """Verdicts read concurrently: each is a separate small object, with high latency on S3."""

@@ -22,7 +22,7 @@ from contracts.errors import ArtifactCorrupt, ArtifactMissing, StoreError
 from contracts.filecache import CACHE_FOLDER, FileCache, cache_base
 from contracts.pointers import Pointer
 from contracts.store import Store, open_store
-from curation.verify import Verdict, read_verdict
+from curation.verdicts import Verdict, read_verdict
 
 pytestmark = pytest.mark.slow
 

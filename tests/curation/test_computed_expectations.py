@@ -20,7 +20,8 @@ from curation.tasks.checks import decoys, observing
 from curation.tasks.checks.mentions import candidates
 from curation.tasks.checks.values import MOST_BYTES
 from curation.tasks.importing.trees import tree_patch
-from curation.verify import Verdict, Verifier
+from curation.verdicts import Verdict
+from curation.verify import Verifier
 from envd.client import SandboxClient
 from envd.local import LocalEnvd
 

@@ -9,7 +9,7 @@ from verifier_tasks import graded, task_of, with_checks
 
 from contracts.tasks import Observed, Rule, Task
 from curation.cheating import agreeing
-from curation.verify import Verdict
+from curation.verdicts import Verdict
 from envd.client import VerifyResult
 from envd.types import Observation
 

@@ -14,7 +14,8 @@ from contracts.tasks import Checks, Split, Task
 from curation.errors import GradingIncomplete, RewardsMismatch
 from curation.findings import finding
 from curation.rewards import FLIPS, REWARDS, RewardConfig, flips, grade_episodes, is_valid, reward_row
-from curation.verify import TestVerdict, Verdict, Verifier
+from curation.verdicts import TestVerdict, Verdict
+from curation.verify import Verifier
 from envd.client import SandboxClient, TestOutcome, VerifyResult
 from envd.errors import ServerUnavailable
 

@@ -10,13 +10,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import curation.runs
+import curation.verdicts
 import curation.verify
 from contracts.errors import ArtifactCorrupt, InfraFault
 from contracts.store import LocalStore
 from contracts.tasks import Checks, Decoy, Observed, Rule, Split, Task
 from curation.errors import CurationError
+from curation.verdicts import make_verdict, verdict_key
 from curation.verify import Verifier as EagerVerifier
-from curation.verify import make_verdict, verdict_key
 from envd.client import SandboxClient, TestOutcome, VerifyResult
 from envd.errors import EnvdError, SandboxStartError, ServerUnavailable, TemplateError
 from envd.types import Observation
@@ -383,7 +384,7 @@ def test_a_final_state_too_large_for_a_message_is_failed_not_ungraded() -> None:
 def test_another_verifier_version_task_or_final_state_is_another_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     other = Task("t", "sum", Split.TRAIN, "fix", {"app.py": b"x = 2\n"}, {}, TESTS, b"", {})
     keys = {verdict_key(TASK, b""), verdict_key(TASK, b"diff"), verdict_key(other, b"")}
-    monkeypatch.setattr(curation.verify, "VERIFIER_VERSION", "next")
+    monkeypatch.setattr(curation.verdicts, "VERIFIER_VERSION", "next")
     assert len(keys | {verdict_key(TASK, b"")}) == 4
 
 

@@ -15,7 +15,8 @@ import pytest
 from contracts.store import LocalStore
 from contracts.tasks import Split, Task
 from curation.tasks.bugs import file_diff
-from curation.verify import Verdict, Verifier, read_verdict, verdict_key
+from curation.verdicts import Verdict, read_verdict, verdict_key
+from curation.verify import Verifier
 from envd.backends import BACKENDS
 from envd.client import SandboxClient, ToolCall
 from envd.local import LocalEnvd

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 
 from contracts.tasks import Checks, Split, Task
 from curation.tasks.importing.trees import tree_patch
-from curation.verify import Verdict, Verifier
+from curation.verdicts import Verdict
+from curation.verify import Verifier
 from envd.client import SandboxClient
 from envd.local import LocalEnvd
 

@@ -16,7 +16,8 @@ import pytest
 from contracts.artifacts import Artifact
 from contracts.store import Store, open_store
 from contracts.tasks import Task
-from curation.verify import Verdict, Verifier, verdict_key
+from curation.verdicts import Verdict, verdict_key
+from curation.verify import Verifier
 from ops.evaluation import play_splits
 from ops.graph import EVALUATION
 from ops.step import begin

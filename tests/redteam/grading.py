@@ -9,7 +9,8 @@ from typing import Protocol, Self
 
 from contracts.errors import InfraFault
 from contracts.tasks import Task
-from curation.verify import Verdict, Verifier
+from curation.verdicts import Verdict
+from curation.verify import Verifier
 from envd.client import SandboxClient
 from envd.local import LocalEnvd
 from tests.redteam.worlds import World

@@ -19,7 +19,7 @@ from contracts.store import Store
 from contracts.tasks import Split, Task, tasks_table
 from curation.dataset import DatasetConfig, build_dataset
 from curation.rewards import EVIDENCE
-from curation.verify import TestVerdict, Verdict, verdict_key
+from curation.verdicts import TestVerdict, Verdict, verdict_key
 from ops.evaluation import compare, measure
 from resources.refs import write_ref
 from tests.cli.cli_history import DIFF, EXPERIMENT, History, byte_tokenizer, play, rewards_rows, write_history

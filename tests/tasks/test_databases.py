@@ -25,7 +25,8 @@ from curation.tasks.agents import Observation, agent_named, play_suite
 from curation.tasks.importing.splits import parse_shares
 from curation.tasks.importing.suite import import_suite, read_source, suite_report
 from curation.tasks.inspect import suite_tasks
-from curation.verify import Verdict, Verifier
+from curation.verdicts import Verdict
+from curation.verify import Verifier
 from envd.client import SandboxClient, ToolCall
 
 VALUES = st.none() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False, allow_infinity=False) | st.text()

@@ -24,7 +24,8 @@ from curation.tasks.agents import Observation, agent_named, play_suite
 from curation.tasks.importing.splits import parse_shares
 from curation.tasks.importing.suite import import_suite, read_source, suite_report
 from curation.tasks.inspect import suite_tasks
-from curation.verify import Verdict, Verifier
+from curation.verdicts import Verdict
+from curation.verify import Verifier
 from envd.client import SandboxClient, ToolCall
 from envd.local import LocalEnvd
 from envd.server.egress_http import Target

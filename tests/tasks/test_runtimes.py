@@ -27,7 +27,8 @@ from curation.errors import TaskError
 from curation.tasks.agents import agent_named, play_task
 from curation.tasks.bugs import file_diff
 from curation.tasks.runtimes import Lock, build_runtime, resolve
-from curation.verify import Verdict, Verifier
+from curation.verdicts import Verdict
+from curation.verify import Verifier
 from envd.backends.base import Runtime
 from envd.client import Limits, SandboxClient
 from envd.errors import RuntimeMissing, TemplateError, Unsupported

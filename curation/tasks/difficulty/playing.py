@@ -19,7 +19,8 @@ from contracts.parts import Parts
 from contracts.store import Store
 from contracts.tasks import Task
 from curation.tasks.agents import Agent, Played, play_suite
-from curation.verify import VERIFIER_VERSION, Verifier
+from curation.verdicts import VERIFIER_VERSION
+from curation.verify import Verifier
 from envd.client import Limits, SandboxClient
 
 AGENT_RUN = "agent_run"

@@ -35,7 +35,8 @@ from curation.tasks.factory.source import Repository
 from curation.tasks.factory.strategies import Candidate
 from curation.tasks.factory.text import instruction_of
 from curation.tasks.validate import RESTORED, CheatResult, cheat_states
-from curation.verify import Verdict, Verifier, make_verdict
+from curation.verdicts import Verdict, make_verdict
+from curation.verify import Verifier
 from envd.client import SandboxClient, VerifyResult
 
 _FLIPS = "repetitions disagree"
