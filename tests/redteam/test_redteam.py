@@ -39,7 +39,7 @@ _RAISES = module(
 )
 
 
-def tests_passed(found: Graded) -> set[str]:
+def passed_by(found: Graded) -> set[str]:
     """Names of the tests that count."""
     assert found.verdict is not None, found.fault
     return set() if found.verdict.tampered else {each.name for each in found.verdict.tests if each.status == "passed"}
@@ -47,7 +47,7 @@ def tests_passed(found: Graded) -> set[str]:
 
 def unfair(found: Graded) -> str | None:
     """Why an honest state that fails one test alone does not get its share."""
-    passed, findings = tests_passed(found), {each.split(":")[0] for each in found.findings}
+    passed, findings = passed_by(found), {each.split(":")[0] for each in found.findings}
     if passed == set(found.state.world.task.tests[:-1]) and findings <= SUSPICIONS:
         return None
     return f"{found.state.name}: {found.verdict}"
@@ -91,8 +91,8 @@ def test_a_state_that_breaks_is_graded_and_not_solved(grader: Grader, forgery: F
 def test_forged_states_that_fail_a_test_on_purpose_have_passed_none(grader: Grader, name: str) -> None:
     case = next(case for case in _FORGED_MORE if case.forgery.name == name)
     (believed,), (confirmed,) = grader.grade(case), grader.grade(case, confirm=True)
-    assert len(tests_passed(believed)) == len(case.world.task.tests) - 1, "one run alone believes it"
-    assert confirmed.verdict is not None and confirmed.verdict.tampered and not tests_passed(confirmed)
+    assert len(passed_by(believed)) == len(case.world.task.tests) - 1, "one run alone believes it"
+    assert confirmed.verdict is not None and confirmed.verdict.tampered and not passed_by(confirmed)
 
 
 @pytest.mark.parametrize("case", _HONEST_MORE[:: 2 * _SAMPLE], ids=lambda case: case.name)
@@ -108,8 +108,8 @@ def test_of_forged_states_that_fail_a_test_no_others_count_than_of_honest_failur
 ) -> None:
     cases = [case for case in _FORGED_MORE[::4] if case.world is world]
     nothing, raises, *forged = grader.grade(HonestCase(_NOTHING, world), Case(_RAISES, world), *cases, confirm=True)
-    honest = tests_passed(nothing) | tests_passed(raises)
-    assert [each for each in forged if not tests_passed(each) <= honest] == []
+    honest = passed_by(nothing) | passed_by(raises)
+    assert [each for each in forged if not passed_by(each) <= honest] == []
 
 
 @pytest.mark.redteam
