@@ -55,7 +55,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Collect no garbage while modules are imported, and leave what they made out of every later collection: a third of
-    the time that finding the tests takes. Later collections are rarer than by default, which saves a tenth.
+    the time that finding the tests takes.
     """
     gc.disable()
     try:
@@ -64,4 +64,3 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.collect()
         gc.freeze()
         gc.enable()
-        gc.set_threshold(20_000, 20, 20)
