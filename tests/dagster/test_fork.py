@@ -186,7 +186,7 @@ def test_small_effective_sample_size_is_refused_before_the_first_optimizer_step(
         ("engine.kind=vllm", "engine.kind is 'vllm'"),
         ("sandboxes.limits.pids=8", "sandboxes.limits.pids is 8"),
         ("seed=4", "seed is 4"),
-        ("tasks.train=25", "tasks.train is 25 in e and 12 in tiny"),
+        ("tasks.train=25", "tasks.train is 25 in e and 24 in tiny"),
         ("base.sft.max_steps=7", "base.sft.max_steps is 7"),
         ("trainer.precision.kind=bf16", "trainer.precision.kind is 'bf16'"),
         ("name=other", "override name"),

@@ -118,13 +118,13 @@ def test_killed_evaluation_keeps_every_finished_task_and_loses_no_digest(desk: D
     killed.communicate(timeout=120)
     assert killed.returncode == -signal.SIGKILL
     plan = desk.json(*asked, "--dry-run")
-    assert plan["state"] == "3 tasks kept, 9 to play"
+    assert plan["state"] == "3 tasks kept, 21 to play"
     first, parts = desk.sampled(), desk.store.list(f"artifacts/evaluation_run/{plan['key']}/parts/")
     kept = {key.rsplit("/", 1)[-1] for key in parts}
     done = desk.json(*asked)
     again = {group for _, group in desk.sampled()[len(first) :]}
-    assert len(kept) == 3 and len(again) == 9 and not again & kept
-    assert done["pass_rate"]["n"] == done["tasks"] == 12
+    assert len(kept) == 3 and len(again) == 21 and not again & kept
+    assert done["pass_rate"]["n"] == done["tasks"] == 24
 
     shutil.rmtree(desk.folder / "store" / "artifacts" / "evaluation_run" / done["key"])
     assert desk.json(*asked)["evaluation"] == done["evaluation"], "an undisturbed evaluation gives the same"
@@ -142,7 +142,7 @@ def test_interrupted_evaluation_says_how_to_go_on_and_goes_on(desk: Desk) -> Non
     assert interrupted.returncode == 130
     assert f"committed work is kept, continue with `triplane {' '.join(asked)}`" in said
     state = desk.json(*asked, "--dry-run")["state"]
-    assert 1 <= int(state.split()[0]) < 12, state
+    assert 1 <= int(state.split()[0]) < 24, state
 
 
 @pytest.mark.slow
@@ -184,12 +184,12 @@ def test_tasks_that_a_policy_was_trained_on_are_named(desk: Desk) -> None:
         kept = dataset.table("members.parquet").filter(pc.field("kept"))["episode_id"]
         episodes = open_artifact(desk.store, dataset.manifest.parents["rollouts"]).table("episodes.parquet")
         trained |= set(episodes.filter(pc.is_in(episodes["episode_id"], kept))["task_id"].to_pylist())
-    assert 0 < len(trained) < 12
+    assert 0 < len(trained) < 24
     row = desk.json("evaluate", "tiny/0001", "--split", "train", "--samples", "1")
     assert row["trained_on"] == sorted(trained) and row["trained_on_split"] and not row["imported"]
     said = desk.run("evaluate", "tiny/0001", "--split", "train", "--samples", "1")
     assert "train is the split that training draws its tasks from" in said
-    assert f"contaminated: policy {row['policy'][:12]} was trained on {len(trained)} of these 12 tasks" in said
+    assert f"contaminated: policy {row['policy'][:12]} was trained on {len(trained)} of these 24 tasks" in said
     for clean in (("tiny/base", "train"), ("tiny/0001", "held_out")):
         assert desk.json("evaluate", clean[0], "--split", clean[1], "--samples", "1")["trained_on"] == []
 
