@@ -38,11 +38,18 @@ def orphan_sensors(experiments: Sequence[Experiment]) -> list[dg.SensorDefinitio
         description="Deletes trainers on Kubernetes that no run waits for.",
     )
     def sensor(context: dg.SensorEvaluationContext) -> dg.SensorResult:
-        since = json.loads(context.cursor or "{}")
-        since, said = delete_orphans(context.instance, connect(), experiments, since, time.time())
+        since, said = delete_orphans(context.instance, connect(), experiments, _since(context.cursor), time.time())
         return dg.SensorResult(skip_reason=said, cursor=json.dumps(since))
 
     return [sensor]
+
+
+def _since(cursor: str | None) -> dict[str, float]:
+    """Since when Jobs are orphans, by uid; nothing for a cursor that somebody typed in the UI."""
+    try:
+        return {uid: float(seconds) for uid, seconds in json.loads(cursor or "{}").items()}
+    except (ValueError, TypeError, AttributeError):
+        return {}
 
 
 def delete_orphans(

@@ -66,10 +66,13 @@ def test_trainer_of_another_dagster_instance_is_kept(cluster: Cluster) -> None:
         assert "deletionTimestamp" not in cluster.jobs()[0]["metadata"]
 
 
-def test_sensor_exists_where_trainers_run_on_kubernetes(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("typed", [None, "yesterday", "[1]", '{"uid": "soon"}'])
+def test_sensor_exists_where_trainers_run_on_kubernetes(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, typed: str | None
+) -> None:
     assert orphan_sensors([TINY]) == []
     monkeypatch.setenv(LAUNCHER, "kubernetes")
     (sensor,) = orphan_sensors([TINY])
     with dg.instance_for_test() as instance:
-        result = sensor(dg.build_sensor_context(instance))
+        result = sensor(dg.build_sensor_context(instance, cursor=typed))
     assert isinstance(result, dg.SensorResult) and result.cursor == "{}"
