@@ -197,6 +197,7 @@ ENDS = {
 LIES_THEN_HANGS = FORGED["mocks an answer"].replace("    return", "    while count == 4:\n        pass\n    return")
 
 
+@pytest.mark.slow
 def test_tests_that_passed_before_a_run_broke_off_are_confirmed_without_the_others(task: Task) -> None:
     verdicts = graded(
         task, *({"rows.py": code} for code in (*ENDS.values(), LIES_THEN_HANGS)), confirm=True, timeout_s=2
