@@ -1,7 +1,7 @@
-"""Connections of our HTTP servers (uvicorn): those of silent, slow and endless clients are closed.
+"""Connections of our HTTP servers (uvicorn) with timeouts for clients and a limit on the size of request headers.
 
-Every client that reaches a port could otherwise hold connections for ever, until the server has no descriptor left, or
-have it keep an endless header.
+Without them, any client that reaches the port can keep connections open until the server has no file descriptors left,
+or fill its memory with a header that never ends.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from typing import Any
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 HEAD_S = 20.0
-"""Seconds in which the head of a request must arrive, after the connection was made or the last reply was sent."""
+"""Timeout of a request's headers in seconds, from the start of the connection or the end of the last response."""
 SILENT_S = 60.0
-"""Seconds without a byte of an unfinished body."""
+"""Timeout between two parts of a request's body, in seconds."""
 UNREAD_S = 600.0
-"""Seconds in which a client reads nothing of its reply."""
+"""Timeout of a client that reads nothing of its response, in seconds."""
 HEAD_BYTES = 64 * 1024
-"""Longest head, in bytes; the same bounds what follows a body's last byte."""
+"""Maximum size of a request's headers, and of trailers after its body, in bytes."""
 _Base: Any = AutoHTTPProtocol
 _IS_H11 = not hasattr(_Base, "on_headers_complete")
-"""Whether uvicorn parses with h11, which bounds heads itself, instead of httptools."""
+"""Whether uvicorn parses with h11, which limits headers itself, instead of httptools."""
 
 
 class BoundedConnection(_Base):  # type: ignore[misc]
@@ -73,7 +73,7 @@ class BoundedConnection(_Base):  # type: ignore[misc]
         super().resume_writing()
 
     def _look(self) -> None:
-        """Close the connection if its client is late."""
+        """Close the connection if one of its timeouts has passed; otherwise check again later."""
         if self.transport.is_closing() or self.transport.get_protocol() is not self:
             return  # a websocket's
         now, cycle = self.loop.time(), self.cycle

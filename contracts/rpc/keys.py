@@ -22,7 +22,7 @@ HANDLERS = {
 _HEALTH = "/grpc.health.v1.Health/"
 """Methods that need no key, since a kubelet's probe can't send one."""
 HEALTH_S = 5.0
-"""Seconds in which such a request must arrive, which may have the length of any other."""
+"""Timeout for receiving such a request, in seconds: it may be as large as any other."""
 Refused = Callable[[str], object]
 
 
@@ -56,7 +56,7 @@ class KeyCheck(grpc.aio.ServerInterceptor):
         return bool(found)
 
     def _refusing(self, handler: Any, method: str) -> Any:
-        """Handler that refuses each call before any of its request, which may be long, is received."""
+        """Handler that refuses each call without receiving its request, which may be large."""
 
         async def one(request: Any, context: Any) -> Any:
             caller.answering(context, method)
@@ -69,13 +69,13 @@ class KeyCheck(grpc.aio.ServerInterceptor):
             await one(request, context)
             yield  # makes this an async generator
 
-        # of a stream of requests: gRPC receives a single one before it calls its handler
+        # declared as a stream: gRPC calls the handler of a single request only after it has received the request
         make = HANDLERS[True, bool(handler.response_streaming)]
         return make(many if handler.response_streaming else one)
 
 
 def _hurried(handler: Any) -> Any:
-    """Handler that waits at most HEALTH_S for its one request, instead of gRPC, which waits as long as the client."""
+    """Handler that receives the single request itself, within HEALTH_S: gRPC would wait without a timeout."""
 
     async def answer(requests: Any, context: Any) -> Any:
         try:

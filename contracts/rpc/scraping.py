@@ -8,7 +8,7 @@ from typing import Any
 from contracts.errors import ConfigError
 
 SILENT_S = 10.0
-"""Seconds without a byte of a request after which its connection, which holds a thread, is closed."""
+"""Timeout for the next byte of a request, in seconds: each connection occupies a thread."""
 
 
 def prometheus_client() -> Any:
@@ -52,7 +52,7 @@ class Endpoint:
 
 
 def _impatient(handler: Any) -> Any:
-    """The class of handlers of a server, which give up silent connections."""
+    """Subclass of a server's request handler that closes connections after SILENT_S without data."""
 
     class Impatient(handler):  # type: ignore[misc]
         timeout = SILENT_S

@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 
 from contracts.errors import InfraFault, first_error
+from contracts.replies import UnfitReply, bounded_async_client
 from contracts.retries import backoff_s
 from curation.endpoint import Endpoint
 from curation.errors import CurationError, RequestRefused
@@ -51,9 +52,9 @@ class EndpointClient:
         self._key = _key(self._who, endpoint)
         self.slots = asyncio.Semaphore(endpoint.concurrency)
         """A slot is held from before a request until its reply is stored: a kill loses at most one reply per slot."""
-        headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {self._key}"} if self._key else {})
-        self._http = httpx.AsyncClient(
-            headers=headers,
+        self._http = bounded_async_client(
+            MAX_REPLY,
+            headers={"Authorization": f"Bearer {self._key}"} if self._key else {},
             limits=httpx.Limits(max_connections=endpoint.concurrency),
             timeout=httpx.Timeout(endpoint.timeout_s, connect=min(10.0, endpoint.timeout_s), pool=None),
         )
@@ -76,7 +77,7 @@ class EndpointClient:
             try:
                 self.requests += 1
                 async with asyncio.timeout(self._endpoint.timeout_s):
-                    response = await self._replied(url, body)
+                    response = await self._http.post(url, json=body)
                 if not self._faulty(response):
                     return self._answer(url, response, read)
                 fault, asked = f"HTTP {response.status_code}", _retry_after(response)
@@ -85,10 +86,10 @@ class EndpointClient:
                 raise CurationError(f"{self._who}: {url} is not a URL ({why}): correct endpoint.url") from None
             except (httpx.TimeoutException, TimeoutError):
                 fault, asked = f"no answer within {self._endpoint.timeout_s:g} s", 0.0
+            except (UnfitReply, ValueError, RecursionError) as error:
+                fault, asked = f"its answer can't be read: {error}", 0.0
             except httpx.HTTPError as error:
                 fault, asked = type(error).__name__, 0.0
-            except (ValueError, RecursionError) as error:
-                fault, asked = f"its answer can't be read: {error}", 0.0
         raise InfraFault(
             f"{self._who}: {url} failed {self._endpoint.attempts} times ({fault}): start that server or correct"
             " endpoint.url, then run the same step again"
@@ -97,18 +98,6 @@ class EndpointClient:
     async def close(self) -> None:
         """Close all connections."""
         await self._http.aclose()
-
-    async def _replied(self, url: str, body: dict[str, Any]) -> httpx.Response:
-        """Whole reply to a request. Raises ValueError for one that is compressed, or longer than MAX_REPLY."""
-        content = bytearray()
-        async with self._http.stream("POST", url, json=body) as reply:
-            if reply.headers.get("Content-Encoding", "identity") != "identity":
-                raise ValueError("it is compressed, which the request forbids")
-            async for chunk in reply.aiter_raw():
-                content += chunk
-                if len(content) > MAX_REPLY:
-                    raise ValueError(f"it has more than {MAX_REPLY >> 20} MiB")
-        return httpx.Response(reply.status_code, headers=reply.headers, content=bytes(content))
 
     def _faulty(self, response: httpx.Response) -> bool:
         return response.status_code in _AGAIN or response.status_code >= 500

@@ -15,7 +15,7 @@ from curation.errors import RewardsMismatch
 
 _SPEAKERS = {TokenRole.PROMPT: "prompt", TokenRole.POLICY: "agent"}
 _SPOKEN = re.compile(r"(?<![^\n\r\v\f\x85\u2028\u2029])(?=(prompt|agent|environment):)", re.IGNORECASE)
-"""Start of a line that looks like the beginning of another run."""
+"""Start of a line that looks like the label of a speaker, such as `agent:`."""
 
 
 class Transcripts:
