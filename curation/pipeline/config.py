@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 from contracts.environment import VARIABLE
 from curation.endpoint import Endpoint
 
-DATA_VERSION = "2"
+DATA_VERSION = "3"
 """Bump if a stage may give other rows for the same settings and input."""
 
 Column = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,62}$")]

@@ -66,6 +66,9 @@ class Session:
     """DuckDB with one thread, without access to files, whose expressions see one row at a time."""
 
     def __init__(self) -> None:
+        self._connect()
+
+    def _connect(self) -> None:
         self._connection = duckdb.connect(config={"threads": 1})
         self._connection.execute("SET TimeZone = 'UTC'; SET enable_external_access = false")
 
@@ -75,6 +78,9 @@ class Session:
         try:
             chosen = ", ".join(f'({text}\n) AS "{name}"' for name, text in expressions.items())
             return self._connection.sql(f"SELECT {chosen} FROM batch").to_arrow_table()
+        except (duckdb.InternalException, duckdb.FatalException):
+            self._connect()  # after such an error, DuckDB refuses all further queries of the database
+            raise
         finally:
             self._connection.unregister("batch")
 

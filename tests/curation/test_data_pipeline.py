@@ -390,6 +390,17 @@ def test_failing_row_is_named_or_dropped_alone(
     assert made.meta["rows"] == 200 - left and made.meta["stages"][1]["left_out"] == {f"error: {reason}": left}
 
 
+def test_row_that_breaks_duckdb_is_dropped_alone(folder: Path, store: str) -> None:
+    times = [2**62 if number == 37 else number for number in range(200)]  # beyond DuckDB's range: an internal error
+    rows = pa.table({"id": range(200), "made": pa.array(times, pa.timestamp("ms"))})
+    pq.write_table(rows, folder / "rows.parquet")
+    stage = {"kind": "sql", "columns": {"day": "made::VARCHAR"}}
+    with pytest.raises(PipelineError, match=r"the row with id 37 fails: InternalException: .*Could not convert"):
+        go(folder, store, stage)
+    made = go(folder, store, {**stage, "on_error": "drop"})
+    assert made.meta["stages"][1]["left_out"] == {"error: InternalException": 1} and made.meta["rows"] == 199
+
+
 def test_joins_name_missing_and_repeated_keys(folder: Path, store: str) -> None:
     join = {**JOIN, "columns": {"name": "VARCHAR"}}
     with pytest.raises(PipelineError, match=r"has several rows with id = 3: name a unique key"):
