@@ -34,6 +34,8 @@ _folders = set[Path]()
 """Folders from which functions were imported."""
 _TIMES = {"current_date", "current_time", "current_timestamp", "localtime", "localtimestamp"}
 """Names that are functions of time unless the row has such a column."""
+_SEVERAL = ("WINDOW", "SUBQUERY", "STAR")
+"""Classes of expressions over several rows."""
 
 
 @dataclass(frozen=True)
@@ -102,16 +104,14 @@ class Session:
         if len(nodes) != 1 or len(nodes[0].get("select_list", ())) != 1 or nodes[0]["from_table"]["type"] != "EMPTY":
             raise PipelineError(f"{place} = {text!r:.80}: write one DuckDB expression, without commas and FROM")
         for found in _nodes(nodes[0]["select_list"]):
-            name = found.get("function_name", "")
-            column = found["column_names"][0].lower() if found["class"] == "COLUMN_REF" else ""
+            name = _name_of(found)
             values = found.get("arguments", found.get("children", ()))  # by DuckDB's version
             if (
-                found["class"] in ("WINDOW", "SUBQUERY", "STAR")
-                or name in self._refused
+                found["class"] in _SEVERAL
+                or (name in self._refused and not (name in columns and found["class"] == "COLUMN_REF"))
                 or (name == "age" and len(values) != 2)  # of one value: up to today
-                or column in _TIMES - columns
             ):
-                what = name or column or found["class"].lower()
+                what = name or found["class"].lower()
                 raise PipelineError(
                     f"{place} = {text!r:.80}: {what} depends on more than one row, or on time or chance, so the result"
                     " would depend on batches: use an expression over one row, or a stage such as cap or sample"
@@ -119,14 +119,26 @@ class Session:
 
     @functools.cached_property
     def _refused(self) -> set[str]:
-        """Functions over several rows, and those that give other values each time."""
+        """Functions over several rows, those that give other values each time, and macros that use one of either."""
         rows = self._connection.execute(
             "SELECT function_name FROM duckdb_functions() GROUP BY 1 HAVING"
             " bool_and(function_type IN ('aggregate', 'window')) OR (bool_and(function_type IN ('scalar', 'macro')) AND"
             " bool_and(coalesce(stability, 'CONSISTENT') <> 'CONSISTENT'))"
         ).fetchall()
-        # getvariable and the like are of this session only; macros of time have no stability
-        return {name for (name,) in rows} | {"unnest", "getenv", "current_user", "ago", *_TIMES}
+        # getvariable and the like are of this session only
+        found = {name for (name,) in rows} | {"unnest", "getenv", "current_user", *_TIMES}
+        macros = self._connection.execute(
+            "SELECT function_name, json_serialize_sql('SELECT (' || macro_definition || ')') FROM duckdb_functions()"
+            " WHERE function_type = 'macro'"
+        ).fetchall()
+        used = [(name, [*_nodes(json.loads(text))]) for name, text in macros]
+        while more := {
+            name
+            for name, nodes in used
+            if name not in found and any(each["class"] in _SEVERAL or _name_of(each) in found for each in nodes)
+        }:
+            found |= more
+        return found
 
 
 def after_row_stage(stage: RowStage, before: pa.Schema, key: str, place: str, folder: Path) -> pa.Schema:
@@ -316,3 +328,9 @@ def _nodes(value: Any) -> Iterator[dict[str, Any]]:
     elif isinstance(value, list):
         for each in value:
             yield from _nodes(each)
+
+
+def _name_of(expression: dict[str, Any]) -> str:
+    """Function that an expression calls, also one of time without parentheses; empty: none."""
+    column = expression["column_names"][0].lower() if expression["class"] == "COLUMN_REF" else ""
+    return expression.get("function_name", "") or (column if column in _TIMES else "")
