@@ -122,6 +122,7 @@ def _type_of(text: str, place: str) -> pa.DataType:
 @functools.cache
 def _parsed(text: str) -> pa.DataType:
     with duckdb.connect() as connection:
+        connection.execute("SET TimeZone = 'UTC'")  # not that of the machine
         return connection.sql(f"SELECT CAST(NULL AS {text}\n) AS x").to_arrow_table().schema.field("x").type
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import datetime
 import json
+import os
 import random
 import re
 import sqlite3
@@ -33,7 +34,7 @@ from curation.pipeline.schemas import UNFIT, array_of, schema_of
 from curation.pipeline.selections import Selection, keys_of
 from curation.pipeline.versions import find_version, record_version, versions
 from resources.data_pipeline import load_pipeline
-from tests.curation.pipelines import ROWS, calls, function, go, rows_of, values, world
+from tests.curation.pipelines import ROOT, ROWS, calls, function, go, rows_of, values, world
 
 JOIN = {"kind": "join", "database": {"kind": "sqlite", "path": "users.db"}, "table": "users", "by": "user", "key": "id"}
 
@@ -310,6 +311,14 @@ def test_equal_values_of_other_types_fit(kind: str, value: Any) -> None:
         "STRUCT(n BIGINT[])[]": [{"n": [1, 2]}, None, {"n": None}],
     }
     assert found == expected[kind]
+
+
+def test_types_do_not_depend_on_the_time_zone_of_the_machine() -> None:
+    program = (
+        "from curation.pipeline.schemas import schema_of; print(schema_of({'v': 'TIMESTAMPTZ'}, 'v').field('v').type)"
+    )
+    away = {**os.environ, "TZ": "America/New_York"}
+    assert subprocess.check_output([sys.executable, "-c", program], cwd=ROOT, env=away) == b"timestamp[us, tz=UTC]\n"
 
 
 def test_batch_without_results_of_a_function_is_empty(folder: Path, store: str) -> None:
