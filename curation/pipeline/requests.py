@@ -51,6 +51,9 @@ def after_request_stage(stage: JoinStage | AskStage, before: pa.Schema, place: s
     """Schema of the rows behind a stage. Raises PipelineError."""
     if isinstance(stage, JoinStage):
         require_columns(before, (stage.by,), f"{place}.by")
+        kind = before.field(stage.by).type
+        if pa.types.is_nested(kind):
+            raise PipelineError(f"{place}.by = {stage.by!r}: it is {kind}, which is no key: take a part in a sql stage")
         return with_columns(before, schema_of(stage.columns, f"{place}.columns"))
     names = tuple(_PLACE.findall(stage.template)) if stage.api == "chat" else stage.input
     require_columns(before, names, f"{place}.{'template' if stage.api == 'chat' else 'input'}")

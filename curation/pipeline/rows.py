@@ -220,7 +220,7 @@ def work_of(step: Step, folder: Path) -> Work:
     elif isinstance(stage, SampleStage):
         assert stage.share is not None, "a number of rows is a selection"
         bound = int(stage.share * _WHOLE)
-        return functools.partial(
+        plain_work = functools.partial(
             _where, f"{draw(stage.by or (step.key,), stage.seed, step.drawn)} < {bound}", "not drawn"
         )
     elif isinstance(stage, MapStage):
@@ -228,23 +228,25 @@ def work_of(step: Step, folder: Path) -> Work:
         plain_work = functools.partial(_map_batch if stage.batch else _map_rows, stage, step.after, function)
     else:
         raise AssertionError(f"{stage.kind} is no stage of rows")
-    return functools.partial(_carefully, step, plain_work)
+    return functools.partial(carefully, step, plain_work)
 
 
-def _carefully(step: Step, work: Work, table: pa.Table) -> tuple[pa.Table, dict[str, int]]:
+def carefully(step: Step, work: Work, table: pa.Table) -> tuple[pa.Table, dict[str, int]]:
+    """Result of `work`, without rows for which it fails, or PipelineError that names the first one, by `on_error`."""
     try:
         return work(table)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever the user's function raises
         if table.num_rows > 1:
             half = table.num_rows // 2
-            parts = [_carefully(step, work, table.slice(0, half)), _carefully(step, work, table.slice(half))]
+            parts = [carefully(step, work, table.slice(0, half)), carefully(step, work, table.slice(half))]
             return pa.concat_tables([found for found, _ in parts]), dict(Counter(parts[0][1]) + Counter(parts[1][1]))
-        if getattr(step.stage, "on_error", "fail") == "fail":
-            raise PipelineError(
-                f"{step.place}: {step.row(table)} fails: {type(error).__name__}: {one_line(error)}: correct the stage"
-                " or the row, or set on_error to drop"
-            ) from None
-        return step.after.empty_table(), {f"error: {type(error).__name__}": 1}
+        on_error = getattr(step.stage, "on_error", None)
+        if on_error == "drop":
+            return step.after.empty_table(), {f"error: {type(error).__name__}": 1}
+        raise PipelineError(
+            f"{step.place}: {step.row(table)} fails: {type(error).__name__}: {one_line(error)}: correct the stage or"
+            f" the row{', or set on_error to drop' * (on_error is not None)}"
+        ) from None
 
 
 def _sql(stage: SqlStage, after: pa.Schema, table: pa.Table) -> tuple[pa.Table, dict[str, int]]:
@@ -285,6 +287,8 @@ def _map_rows(
 def _map_batch(
     stage: MapStage, after: pa.Schema, function: Callable[..., Any], table: pa.Table
 ) -> tuple[pa.Table, dict[str, int]]:
+    if not table.num_rows:  # no row that the function may fail for
+        return after.empty_table(), {}
     result = function(table)
     if not isinstance(result, pa.Table):
         raise TypeError(f"the function returned {type(result).__name__}: return a pyarrow.Table")

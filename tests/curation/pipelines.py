@@ -69,6 +69,9 @@ def leaves(row):
 
 def whole(table):
     return table.append_column("part", table.column("id"))
+
+def first(table):
+    return table.append_column("part", [[table.column("id")[0].as_py()] * len(table)])
 """
 PROGRAM = "import sys; from tests.curation.pipelines import main; main(sys.argv[1], sys.argv[2])"
 ROOT = Path(__file__).parents[2]

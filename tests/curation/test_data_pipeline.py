@@ -326,6 +326,12 @@ def test_batch_without_results_of_a_function_is_empty(folder: Path, store: str) 
     assert ids(folder, store, late) == list(range(100, 200))
 
 
+def test_function_gets_no_table_without_rows(folder: Path, store: str) -> None:
+    first = {"kind": "map", "function": function(folder, "first"), "batch": True, "columns": {"part": "BIGINT"}}
+    made = go(folder, store, {"kind": "where", "predicate": "id < 10 OR id > 190"}, first)
+    assert {row["part"] for row in rows_of(made)} == {0, 191, 192}
+
+
 def test_exit_in_a_function_is_an_error_of_its_row(folder: Path, store: str) -> None:
     leaves = {"kind": "map", "function": function(folder, "leaves")}
     with pytest.raises(PipelineError, match="the row with id 5 fails: SystemExit: 0"):
@@ -408,6 +414,21 @@ def test_row_that_breaks_duckdb_is_dropped_alone(folder: Path, store: str) -> No
         go(folder, store, stage)
     made = go(folder, store, {**stage, "on_error": "drop"})
     assert made.meta["stages"][1]["left_out"] == {"error: InternalException": 1} and made.meta["rows"] == 199
+
+
+def test_row_whose_key_duckdb_can_not_compute_is_named(folder: Path, store: str) -> None:
+    times = pa.array([0, 1, 10**15], pa.timestamp("s", "UTC"))
+    pq.write_table(pa.table({"id": range(3), "made": times}), folder / "rows.parquet")
+    message = r"the row with id 2 fails: ConversionException: .*: correct the stage or the row$"
+    for stage in ({"kind": "distinct", "by": ["made"]}, {"kind": "sample", "share": 0.5, "by": ["made"]}):
+        with pytest.raises(PipelineError, match=message):
+            go(folder, store, stage)
+
+
+def test_numbers_of_half_precision_are_widened(folder: Path, store: str) -> None:
+    numbers = pa.array([1.5, 0.1, 1.5], pa.float32()).cast(pa.float16())
+    pq.write_table(pa.table({"id": range(3), "n": numbers}), folder / "rows.parquet")
+    assert [row["n"] for row in rows_of(go(folder, store, {"kind": "distinct", "by": ["n"]}))] == [1.5, 0.0999755859375]
 
 
 def test_joins_name_missing_and_repeated_keys(folder: Path, store: str) -> None:
@@ -499,6 +520,7 @@ def test_key_of_a_database_that_its_type_alters_does_not_page_for_ever(folder: P
         ([{"kind": "where", "predicate": "id + 1"}], r"predicate = 'id \+ 1': its type is no BOOLEAN"),
         ([{"kind": "map", "function": "nowhere:f"}], r"function = 'nowhere:f': ModuleNotFoundError"),
         ([{"kind": "map", "function": "json:dumps", "columns": {"n": "BIGINTT"}}], r"n = 'BIGINTT': .*write a type"),
+        ([*sql("[id]"), {**JOIN, "by": "n", "columns": {"age": "BIGINT"}}], r"1 \(join\)\.by = 'n': it is list<"),
         ([{"kind": "distinct", "by": ["none"]}], r"stages\.0 \(distinct\): there is no column none"),
         ({"source": {"kind": "parquet", "path": "none*.parquet"}}, r"path = 'none\*\.parquet': no such file"),
         ({"key": "nokey"}, r"key = 'nokey': the source has id, text"),
