@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bz2
 import collections
 import datetime
+import gzip
 import json
 import os
 import random
@@ -32,6 +34,7 @@ from curation.pipeline.plan import plan_pipeline
 from curation.pipeline.rows import Step
 from curation.pipeline.schemas import UNFIT, array_of, schema_of
 from curation.pipeline.selections import Selection, keys_of
+from curation.pipeline.sources import Reader, open_source
 from curation.pipeline.versions import find_version, record_version, versions
 from resources.data_pipeline import load_pipeline
 from tests.curation.pipelines import ROOT, ROWS, calls, function, go, rows_of, values, world
@@ -241,6 +244,45 @@ def test_lines_of_json_that_do_not_fit_are_named_or_counted(folder: Path, store:
         {"id": 29, "tags": ["a"], "more": '{"x": 29}'},
         {"id": 31, "tags": None, "more": None},
     ]
+
+
+@pytest.mark.parametrize(
+    ("data", "named"),
+    [
+        (gzip.compress(b'{"id": 1}'), "gzip"),
+        (pa.compress(b'{"id": 1}', "zstd", asbytes=True), "Zstandard"),
+        (bz2.compress(b'{"id": 1}'), "bzip2"),
+        ('{"id": 1}\n{"id": 2}\n'.encode("utf-16"), "UTF-16"),
+    ],
+    ids=["gzip", "zstd", "bzip2", "utf16"],
+)
+def test_file_that_is_no_text_is_refused_also_if_lines_may_be_dropped(folder: Path, data: bytes, named: str) -> None:
+    (folder / "lines.jsonl").write_bytes(data)
+    source = {"kind": "jsonl", "path": "lines.jsonl", "columns": {"id": "BIGINT"}, "on_error": "drop"}
+    with pytest.raises(PipelineError, match=rf"source: .*lines\.jsonl is {named}: write it as UTF-8 text"):
+        plan_pipeline(Pipeline.model_validate(values(source=source)), folder)
+
+
+def test_file_whose_name_is_a_pattern_is_that_file(folder: Path, store: str) -> None:
+    for number, name in enumerate(("rows1.jsonl", "rows[1].jsonl", "rows2.jsonl")):
+        (folder / name).write_text(f'{{"id": {number}}}\n')
+    source = {"kind": "jsonl", "columns": {"id": "BIGINT"}}
+    assert ids(folder, store, source={**source, "path": "rows[1].jsonl"}) == [1]
+    assert ids(folder, store, source={**source, "path": "rows[12].jsonl"}) == [0, 2]
+    assert ids(folder, store, source={**source, "path": "rows*.jsonl"}) == [0, 2, 1]
+
+
+def test_file_that_appears_while_others_are_opened_is_not_in_the_key(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def opened(*arguments: Any) -> Reader:
+        (folder / "rows-later.parquet").write_bytes((folder / "rows.parquet").read_bytes())
+        return open_source(*arguments)
+
+    pipeline = Pipeline.model_validate(values(source={"kind": "parquet", "path": "rows*.parquet"}))
+    key = plan_pipeline(pipeline, folder).key
+    monkeypatch.setattr("curation.pipeline.plan.open_source", opened)
+    assert plan_pipeline(pipeline, folder).key == key
 
 
 WRONG = [
