@@ -243,7 +243,7 @@ class AskWork:
         """(value or None; the reason of a judgement, or what is wrong)."""
         if self._stage.api == "chat":
             return (answer.text, "") if self._stage.answer == "text" else read_judgement(self._stage, answer)
-        found = json.loads(answer.text)
+        found = json.loads(answer.text, parse_int=float)  # an int of 400 digits is no float
         if self._stage.answer == "text":
             return (found if isinstance(found, str) else answer.text), ""
         number = isinstance(found, int | float) and not isinstance(found, bool) and math.isfinite(found)

@@ -97,6 +97,8 @@ def _require_exact(values: Iterable[Any], kind: pa.DataType) -> None:
                 raise TypeError(f"{each.__name__} is no struct")
         for child in kind:
             _require_exact([value.get(child.name) for value in given], child.type)
+    elif pa.types.is_floating(kind) and bool in types:
+        raise TypeError("bool is no number")
     elif (pa.types.is_integer(kind) or pa.types.is_temporal(kind)) and types - {int}:
         for value in given:
             if _is_cut(value, kind):
@@ -104,6 +106,8 @@ def _require_exact(values: Iterable[Any], kind: pa.DataType) -> None:
 
 
 def _is_cut(value: Any, kind: pa.DataType) -> bool:
+    if isinstance(value, datetime.datetime) and pa.types.is_timestamp(kind):
+        return value.microsecond % {"s": 1_000_000, "ms": 1_000}.get(kind.unit, 1) != 0
     if isinstance(value, datetime.datetime):
         return pa.types.is_date(kind) and value.time() != datetime.time.min
     if isinstance(value, Decimal):

@@ -292,6 +292,7 @@ WRONG = [
     ("VARCHAR[]", "abc"),
     ("STRUCT(tags VARCHAR[])", {"tags": "abc"}),
     ("VARCHAR[][]", [["a"], "bc"]),
+    ("DOUBLE", True),
 ]
 
 
@@ -322,6 +323,8 @@ def test_values_that_do_not_fit_are_never_altered(folder: Path, store: str, kind
         ("INTEGER", np.float32(1.5)),
         ("DATE", datetime.datetime(2026, 1, 2, 3)),
         ("TIMESTAMP", 1.5),
+        ("TIMESTAMP_S", datetime.datetime(2026, 1, 2, 3, 4, 5, 6)),
+        ("TIMESTAMP_MS", datetime.datetime(2026, 1, 2, 3, 4, 5, 6)),
         ("BIGINT[]", b"ab"),
         ("VARCHAR[]", {"a", "b"}),
         ("STRUCT(n BIGINT)", [("n", 1)]),
@@ -339,6 +342,7 @@ def test_python_values_that_do_not_fit_are_refused(kind: str, value: Any) -> Non
         ("BIGINT", Decimal("2.0")),
         ("INTEGER", np.int8(2)),
         ("DATE", datetime.datetime(2026, 1, 2)),
+        ("TIMESTAMP_MS", datetime.datetime(2026, 1, 2, 3, 4, 5, 6000)),
         ("BIGINT[]", np.array([1, 2])),
         ("STRUCT(n BIGINT[])[]", [{"n": (1, 2)}, None, {"other": 3}]),
     ],
@@ -349,6 +353,7 @@ def test_equal_values_of_other_types_fit(kind: str, value: Any) -> None:
         "BIGINT": 2,
         "INTEGER": 2,
         "DATE": datetime.date(2026, 1, 2),
+        "TIMESTAMP_MS": datetime.datetime(2026, 1, 2, 3, 4, 5, 6000),
         "BIGINT[]": [1, 2],
         "STRUCT(n BIGINT[])[]": [{"n": [1, 2]}, None, {"n": None}],
     }

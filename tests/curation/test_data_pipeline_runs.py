@@ -152,7 +152,10 @@ def test_judgements_become_columns_and_unreadable_ones_are_counted(folder: Path,
 
 
 def test_endpoint_of_json_gets_columns_and_gives_a_number(folder: Path, store: str) -> None:
-    with judge_server(lambda path, body: (200, {"length": len(body["text"]), "id": body["id"]})) as server:
+    def behave(path: str, body: dict[str, Any]) -> Reply:
+        return 200, {"length": 10**400 if body["id"] == 5 else len(body["text"]), "id": body["id"]}
+
+    with judge_server(behave) as server:
         ask = {
             "kind": "ask",
             "api": "json",
@@ -161,8 +164,9 @@ def test_endpoint_of_json_gets_columns_and_gives_a_number(folder: Path, store: s
             "column": "n",
             "answer": "score",
         }
-        made = go(folder, store, {**ask, "endpoint": {"url": f"{server.url}/measure"}})
-    assert [row["n"] for row in rows_of(made)] == [len(row["text"]) for row in ROWS]
+        made = go(folder, store, {**ask, "on_error": "null", "endpoint": {"url": f"{server.url}/measure"}})
+    assert [row["n"] for row in rows_of(made)] == [None if row["id"] == 5 else len(row["text"]) for row in ROWS]
+    assert made.meta["stages"][1]["left_out"] == {"unreadable (null)": 1}
 
 
 def test_endpoints_of_json_share_no_answers(folder: Path, store: str) -> None:
