@@ -111,11 +111,12 @@ class Unchanged:
                 raise PipelineError(f"{path} changed while it was read: run the same command again")
 
     def _state(self, path: Path) -> tuple[int, int] | None:
+        """Size and time; None if there is nothing in it: readers make empty logs of databases, too."""
         try:
             found = path.stat()
         except OSError:
             return None
-        return found.st_size, found.st_mtime_ns
+        return (found.st_size, found.st_mtime_ns) if found.st_size else None
 
 
 class ParquetReader:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sqlite3
 import signal
 import subprocess
 import threading
@@ -248,6 +249,21 @@ def test_file_that_changes_behind_its_digest_is_noticed(folder: Path, store: str
     with pytest.raises(PipelineError, match=f"{path.name} changed while it was read"):
         run_pipeline(plan, open_store(store))
     assert find_artifact(open_store(store), "data", plan.key) is None
+
+
+def test_writer_of_a_database_is_noticed_by_its_log(folder: Path, store: str) -> None:
+    source = {"kind": "database", "database": {"kind": "sqlite", "path": "wal.db"}, "table": "t", "key": "id"}
+    with sqlite3.connect(folder / "wal.db") as database:
+        database.execute("PRAGMA journal_mode = WAL")
+        database.execute("CREATE TABLE t (id INTEGER)")
+    database.close()
+    plan = plan_pipeline(Pipeline.model_validate(values(source={**source, "columns": {"id": "BIGINT"}})), folder)
+    with sqlite3.connect(folder / "wal.db") as writer:
+        writer.execute("INSERT INTO t VALUES (1)")
+    with pytest.raises(PipelineError, match=r"wal\.db-wal changed while it was read"):
+        run_pipeline(plan, open_store(store))
+    writer.close()
+    assert rows_of(go(folder, store, source={**source, "columns": {"id": "BIGINT"}})) == [{"id": 1}]
 
 
 def test_postgresql_is_read_in_pages_and_joined(folder: Path, store: str, monkeypatch: pytest.MonkeyPatch) -> None:
