@@ -231,7 +231,7 @@ class AskStage(_Stage):
     template: str = ""
     """Prompt of api chat; {column} is replaced by the row's value."""
     input: tuple[Column, ...] = ()
-    """Columns that api json sends."""
+    """Columns that api json sends; those that are null are left out."""
     field: str = ""
     """Key of the answer in the reply of api json."""
     reason_column: Column | None = None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-import sqlite3
 import signal
+import sqlite3
 import subprocess
 import threading
 import time
