@@ -18,6 +18,7 @@ import pytest
 from contracts.artifacts import Artifact, discard_artifact, find_artifact, list_artifacts
 from contracts.errors import InfraFault
 from contracts.leftovers import sweep_leftovers
+from contracts.parts import Parts
 from contracts.processes import start_of
 from contracts.store import open_store
 from curation.errors import PipelineError
@@ -216,6 +217,22 @@ def test_unreachable_endpoint_ends_the_run_and_keeps_the_rows_before(folder: Pat
     with judge_server(lambda path, body: said("x")) as server:
         go(folder, store, shout, {"kind": "distinct", "by": ["id"]}, chat(server.url, on_error="drop"))
     assert len(calls(folder)) == len(ROWS), "an endpoint's address is part of no key"
+
+
+def test_run_that_joins_its_parts_adopts_the_result_of_another(
+    folder: Path, store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed, others = Parts.names, list[Artifact]()
+
+    def names(parts: Parts) -> list[str]:
+        found = listed(parts)
+        if found and not others:  # about to join them
+            monkeypatch.setattr(Parts, "names", listed)
+            others.append(go(folder, store, {"kind": "sql", "columns": {"n": "id + 1"}}))
+        return found
+
+    monkeypatch.setattr(Parts, "names", names)
+    assert go(folder, store, {"kind": "sql", "columns": {"n": "id + 1"}}).manifest == others[0].manifest
 
 
 def test_no_more_batches_are_in_flight_than_memory_is_meant_for(folder: Path, store: str) -> None:
