@@ -162,7 +162,9 @@ class SqlStage(_Stage):
     kind: Literal["sql"]
     """Selects this stage."""
     columns: dict[Column, str] = Field(default_factory=dict)
-    """Expressions by column. All of them see the row as it was before the stage."""
+    """Expressions by column. All of them see the row as it was before the stage; a name that it lacks may be that of an
+    earlier expression.
+    """
     drop: tuple[Column, ...] = ()
     """Columns to remove."""
     on_error: OnError = "fail"
