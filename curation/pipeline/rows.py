@@ -14,6 +14,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -88,12 +89,14 @@ class Session:
 
     def schema(self, before: pa.Schema, expressions: dict[str, str], place: str) -> pa.Schema:
         """Types of expressions. Raises PipelineError if one is invalid, or depends on other rows, time or chance."""
-        for name, text in expressions.items():
+        added = pa.table({})
+        for count, (name, text) in enumerate(expressions.items(), 1):
             self._require_of_a_row(text, {each.lower() for each in before.names}, f"{place}.{name}")
-        try:
-            return plain(self.columns(before.empty_table(), expressions).schema, place)
-        except duckdb.Error as error:
-            raise PipelineError(f"{place}: {one_line(error)}") from None
+            try:  # with those before, which it may name
+                added = self.columns(before.empty_table(), dict(islice(expressions.items(), count)))
+            except duckdb.Error as error:
+                raise PipelineError(f"{place}.{name}: {one_line(error)}") from None
+        return plain(added.schema, place)
 
     def _require_of_a_row(self, text: str, columns: set[str], place: str) -> None:
         ((serialized,),) = self._connection.execute("SELECT json_serialize_sql(?)", [f"SELECT ({text}\n)"]).fetchall()

@@ -563,7 +563,11 @@ def test_key_of_a_database_that_its_type_alters_does_not_page_for_ever(folder: P
         (sql("unnest([1, 2])"), r"unnest depends on"),
         (sql("id) FROM batch ORDER BY (id"), r"without commas and FROM"),
         (sql("id +"), r"columns\.n = 'id \+': syntax error"),
-        ([{"kind": "where", "predicate": "nobody = 1"}], r"stages\.0 \(where\): .*\"nobody\" not found"),
+        ([{"kind": "where", "predicate": "nobody = 1"}], r"stages\.0 \(where\)\.predicate: .*\"nobody\" not f"),
+        (
+            [{"kind": "sql", "columns": {"n": "id + 1", "m": "n + 1", "o": "nobody"}}],
+            r"\(sql\)\.columns\.o: .*\"nobody\" not found",
+        ),
         ([{"kind": "where", "predicate": "id + 1"}], r"predicate = 'id \+ 1': its type is no BOOLEAN"),
         ([{"kind": "map", "function": "nowhere:f"}], r"function = 'nowhere:f': ModuleNotFoundError"),
         ([{"kind": "map", "function": "json:dumps", "columns": {"n": "BIGINTT"}}], r"n = 'BIGINTT': .*write a type"),
