@@ -144,16 +144,19 @@ class ParquetReader:
         """See Reader."""
         begin, skipped = cursor or (0, 0)
         for number, path in enumerate(self._files[begin:], begin):
+            done = 0
             try:
                 with self._opened(path) as file:
-                    done = 0
                     for batch in file.iter_batches(self._batch_rows, columns=self.schema.names):
+                        batch.validate(full=True)  # texts may be no UTF-8
                         done += batch.num_rows
                         if number > begin or done > skipped:
                             table = pa.Table.from_batches([batch]).select(self.schema.names).cast(self.schema)
                             yield Batch(table, [number, done])
             except (pa.ArrowException, OSError) as error:
-                raise PipelineError(f"{PLACE}: {path} can't be read: {one_line(error)}: replace the file") from None
+                raise PipelineError(
+                    f"{PLACE}: {path} can't be read behind row {done}: {one_line(error)}: replace the file"
+                ) from None
 
     def _opened(self, path: Path) -> pq.ParquetFile:
         try:

@@ -263,6 +263,16 @@ def test_file_that_is_no_text_is_refused_also_if_lines_may_be_dropped(folder: Pa
         plan_pipeline(Pipeline.model_validate(values(source=source)), folder)
 
 
+def test_text_of_a_file_that_is_no_utf8_is_refused(folder: Path, store: str) -> None:
+    texts = pa.array([b"text"] * 20 + [b"\xff"])
+    column = pa.Array.from_buffers(pa.string(), len(texts), texts.buffers())
+    pq.write_table(pa.table({"id": range(len(texts)), "text": column}), folder / "rows.parquet")
+    with pytest.raises(PipelineError, match=r"rows\.parquet can't be read behind row 16: In column 1: .*UTF8 .* 4:"):
+        go(folder, store)
+    source = {"kind": "parquet", "path": "rows.parquet", "columns": ["id"]}
+    assert ids(folder, store, source=source) == [*range(len(texts))]
+
+
 def test_file_whose_name_is_a_pattern_is_that_file(folder: Path, store: str) -> None:
     for number, name in enumerate(("rows1.jsonl", "rows[1].jsonl", "rows2.jsonl")):
         (folder / name).write_text(f'{{"id": {number}}}\n')
