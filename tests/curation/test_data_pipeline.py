@@ -482,6 +482,12 @@ def test_row_whose_key_duckdb_can_not_compute_is_named(folder: Path, store: str)
             go(folder, store, stage)
 
 
+def test_times_that_python_does_not_hold_are_refused_as_keys_of_a_join(folder: Path, store: str) -> None:
+    pq.write_table(pa.table({"id": [1], "user": pa.array([1], pa.timestamp("ns"))}), folder / "rows.parquet")
+    with pytest.raises(PipelineError, match=r"stages\.0 \(join\): "):
+        go(folder, store, {**JOIN, "columns": {"age": "BIGINT"}})
+
+
 def test_numbers_of_half_precision_are_widened(folder: Path, store: str) -> None:
     numbers = pa.array([1.5, 0.1, 1.5], pa.float32()).cast(pa.float16())
     pq.write_table(pa.table({"id": range(3), "n": numbers}), folder / "rows.parquet")
