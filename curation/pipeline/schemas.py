@@ -45,8 +45,8 @@ def schema_of(types: Mapping[str, str], place: str) -> pa.Schema:
 
 
 def plain(schema: pa.Schema, place: str) -> pa.Schema:
-    """Schema without metadata, dictionaries, views, fixed sizes and half precision. Raises PipelineError for a type
-    that an artifact can't hold.
+    """Schema of types that Arrow and DuckDB share, without metadata, dictionaries, views and fixed sizes. Raises
+    PipelineError for a type that an artifact can't hold.
     """
     return pa.schema([pa.field(each.name, _plain(each.type, f"{place}: column {each.name}")) for each in schema])
 
@@ -137,6 +137,8 @@ def _plain(kind: pa.DataType, place: str) -> pa.DataType:
         return pa.string()
     if pa.types.is_float16(kind):  # DuckDB has no such numbers
         return pa.float32()
+    if pa.types.is_duration(kind):  # DuckDB cuts nanoseconds off; a cast refuses them
+        return pa.duration("us")
     if pa.types.is_binary_view(kind) or pa.types.is_fixed_size_binary(kind):
         return pa.binary()
     if pa.types.is_large_list(kind):

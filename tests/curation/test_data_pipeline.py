@@ -488,6 +488,17 @@ def test_times_that_python_does_not_hold_are_refused_as_keys_of_a_join(folder: P
         go(folder, store, {**JOIN, "columns": {"age": "BIGINT"}})
 
 
+def test_durations_are_never_cut(folder: Path, store: str) -> None:
+    def distinct(nanoseconds: list[int]) -> int:
+        took = pa.array(nanoseconds, pa.duration("ns"))
+        pq.write_table(pa.table({"id": range(len(took)), "took": took}), folder / "rows.parquet")
+        return len(ids(folder, store, {"kind": "distinct", "by": ["took"]}))
+
+    assert distinct([1000, 2000, 1000]) == 2
+    with pytest.raises(PipelineError, match=r"rows\.parquet can't be read .* would lose data"):
+        distinct([1, 2])
+
+
 def test_numbers_of_half_precision_are_widened(folder: Path, store: str) -> None:
     numbers = pa.array([1.5, 0.1, 1.5], pa.float32()).cast(pa.float16())
     pq.write_table(pa.table({"id": range(3), "n": numbers}), folder / "rows.parquet")
