@@ -235,7 +235,9 @@ def work_of(step: Step, folder: Path) -> Work:
 
 
 def carefully(step: Step, work: Work, table: pa.Table) -> tuple[pa.Table, dict[str, int]]:
-    """Result of `work`, without rows for which it fails, or PipelineError that names the first one, by `on_error`."""
+    """Result of `work`, without rows for which it fails, or PipelineError that names the first one, by `on_error`.
+    No row is left out because memory is short.
+    """
     try:
         return work(table)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever the user's function raises
@@ -244,11 +246,13 @@ def carefully(step: Step, work: Work, table: pa.Table) -> tuple[pa.Table, dict[s
             parts = [carefully(step, work, table.slice(0, half)), carefully(step, work, table.slice(half))]
             return pa.concat_tables([found for found, _ in parts]), dict(Counter(parts[0][1]) + Counter(parts[1][1]))
         on_error = getattr(step.stage, "on_error", None)
-        if on_error == "drop":
+        lacks = isinstance(error, MemoryError | duckdb.OutOfMemoryException)  # a fault of the machine, not of the row
+        if on_error == "drop" and not lacks:
             return step.after.empty_table(), {f"error: {type(error).__name__}": 1}
+        fix = "free memory, or " * lacks + "correct the stage or the row"
+        fix += ", or set on_error to drop" * (on_error == "fail")
         raise PipelineError(
-            f"{step.place}: {step.row(table)} fails: {type(error).__name__}: {one_line(error)}: correct the stage or"
-            f" the row{', or set on_error to drop' * (on_error is not None)}"
+            f"{step.place}: {step.row(table)} fails: {type(error).__name__}: {one_line(error)}: {fix}"
         ) from None
 
 

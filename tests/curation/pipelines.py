@@ -62,6 +62,11 @@ def given(row, value):
 def late(row):
     return None if row["id"] < 100 else {}
 
+def grows(row):
+    if row["id"] == 5:
+        raise MemoryError
+    return {}
+
 def leaves(row):
     if row["id"] == 5:
         sys.exit(0)

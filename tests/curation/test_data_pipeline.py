@@ -399,6 +399,14 @@ def test_exit_in_a_function_is_an_error_of_its_row(folder: Path, store: str) -> 
         go(folder, store, {"kind": "map", "function": "program:f"})
 
 
+def test_row_that_lacks_memory_is_never_dropped(folder: Path, store: str) -> None:
+    grows = {"kind": "map", "function": function(folder, "grows"), "on_error": "drop"}
+    with pytest.raises(
+        PipelineError, match=r"the row with id 5 fails: MemoryError: .*: free memory, or correct [^,]*$"
+    ):
+        go(folder, store, grows)
+
+
 @pytest.mark.parametrize(
     "text",
     [
