@@ -87,7 +87,7 @@ def undisturbed(
         return sample(LocalStore(tmp_path_factory.mktemp("calm")), calm, envd, tokenizer)
 
 
-@pytest.mark.parametrize("kind", ["drop", "fail", "hang"])
+@pytest.mark.parametrize("kind", ["drop", "fail", pytest.param("hang", marks=pytest.mark.slow)])
 def test_lost_engine_reply_is_retried_with_equal_groups(
     kind: str, faults: Faults, undisturbed: str, tmp_path: Path, envd: LocalEnvd, tokenizer: ChatTokenizer
 ) -> None:

@@ -99,6 +99,7 @@ def test_one_process_of_fsdp2_trains_as_the_default_backend(world: World) -> Non
     assert {n: (t.dtype, t.shape) for n, t in one.items()} == {n: (t.dtype, t.shape) for n, t in other.items()}
 
 
+@pytest.mark.slow
 def test_a_supervised_job_of_fsdp2_starts_from_the_weights_of_a_checkpoint(world: World) -> None:
     base = run_job(world.sft_job("base", max_steps=20))
     assert base is not None
