@@ -86,10 +86,10 @@ class JsonClient:
                 await response.aread()
                 _read(url, response)
                 raise EngineError(f"{url} sent no stream of events: check that its server streams completions")
-            async for line in response.aiter_lines():
-                if not line.startswith("data:"):
+            async for line in _lines(response):
+                if not line.startswith(b"data:"):
                     continue
-                data = line.removeprefix("data:").strip()
+                data = line.removeprefix(b"data:").decode(errors="replace").strip()
                 if data == "[DONE]":
                     return
                 yield _event(url, data)
@@ -157,6 +157,18 @@ def _read(url: str, response: httpx.Response) -> Any:
             raise EngineError(f"{url} sent an invalid reply, {said!r}: check that an engine's API runs there") from None
     message, code = _detail(response)
     raise _error(f"{url} answered {response.status_code}", response.status_code, message, code)
+
+
+async def _lines(response: httpx.Response) -> AsyncGenerator[bytes]:
+    """Lines of a stream of events. httpx would also break them at characters within JSON, such as U+2028."""
+    begun = bytearray()
+    async for chunk in response.aiter_bytes():
+        rest, *more = chunk.split(b"\n")
+        begun += rest
+        for each in more:
+            yield bytes(begun)
+            begun = bytearray(each)
+    yield bytes(begun)
 
 
 def _event(url: str, data: str) -> dict[str, Any]:

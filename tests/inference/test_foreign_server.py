@@ -21,7 +21,7 @@ from contracts.store import open_store
 from curation.tasks.suite import TaskSuiteConfig
 from curation.tokenizer import build_tokenizer
 from inference.engines import BuiltinConfig, OpenAIConfig, open_engine
-from inference.engines.base import SamplingParams
+from inference.engines.base import SamplingParams, collect
 from inference.engines.outside import OutsideEngine, connected, open_outside
 from inference.errors import EngineError, StaleVersion
 from ops import policies
@@ -129,6 +129,17 @@ async def test_a_reply_without_end_is_an_error_of_the_engine(address: str, monke
     monkeypatch.setattr(_Server, "raw", ("text/event-stream", b"data: " + b" " * (2 << 20)))
     with pytest.raises(EngineError, match="more than 1 MiB"):
         await anext(engine.stream([1], params))
+    await engine.close()
+
+
+@pytest.mark.parametrize("text", ["\u0085", "\u2028", "\u2029", "\U0001f642"])
+async def test_events_end_at_line_ends_alone(address: str, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    choice = {"text": text, "token_ids": [7], "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "length"}
+    event = json.dumps({"model": "policy", "choices": [choice]}, ensure_ascii=False)
+    monkeypatch.setattr(_Server, "raw", ("text/event-stream", f"data: {event}\r\n\r\ndata: [DONE]".encode()))
+    engine = open_engine(OpenAIConfig(base_url=address), Path(SERVED), "ab" * 32)
+    made = await collect(engine.stream([1], SamplingParams(1.0, 1, 0)))
+    assert made.token_ids == [7]
     await engine.close()
 
 
