@@ -11,7 +11,7 @@ import json
 import ssl
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 
@@ -22,6 +22,7 @@ from contracts.tracing import carrier
 from inference.engines.config import CONNECTIONS, RETRIES, TIMEOUT_S
 from inference.errors import EngineError, EngineStopped, EngineUnreachable, RequestTooLong, StaleVersion
 
+T = TypeVar("T")
 FIRST_PAUSE_S = 0.1
 REPLY_BYTES = 1 << 30
 """Longest reply, or stream, that is read. Recorded routing of a long context has some 100 MB."""
@@ -69,6 +70,12 @@ class JsonClient:
             return self._http.request(method, url, json=body, params=query, headers=carrier())
 
         return _read(url, await self._sent(url, send))
+
+    async def read(self, method: str, path: str, take: Callable[[Any], T], body: dict[str, Any] | None = None) -> T:
+        """What `take` finds in the reply. Raises what `call` raises, and EngineError for a reply without that."""
+        reply = await self.call(method, path, body)
+        with reading(f"{self.base}{path}"):
+            return take(reply)
 
     async def events(self, path: str, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any]]:
         """JSON objects that the server sends in reply to a POST, as server-sent events up to `[DONE]`.

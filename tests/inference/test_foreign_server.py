@@ -20,9 +20,10 @@ from contracts.errors import ConfigError
 from contracts.store import open_store
 from curation.tasks.suite import TaskSuiteConfig
 from curation.tokenizer import build_tokenizer
-from inference.engines import BuiltinConfig, OpenAIConfig, open_engine
+from inference.engines import BuiltinConfig, OpenAIConfig, SglangConfig, VllmConfig, open_engine
 from inference.engines.base import SamplingParams, collect
 from inference.engines.outside import OutsideEngine, connected, open_outside
+from inference.engines.vllm import VllmEngine
 from inference.errors import EngineError, StaleVersion
 from ops import policies
 
@@ -140,6 +141,17 @@ async def test_events_end_at_line_ends_alone(address: str, monkeypatch: pytest.M
     engine = open_engine(OpenAIConfig(base_url=address), Path(SERVED), "ab" * 32)
     made = await collect(engine.stream([1], SamplingParams(1.0, 1, 0)))
     assert made.token_ids == [7]
+    await engine.close()
+
+
+@pytest.mark.parametrize("kind", ["vllm", "fleet", "sglang"])
+async def test_another_reply_about_the_server_is_an_error_of_the_engine(address: str, kind: str) -> None:
+    here = address.removesuffix("/v1")
+    urls = f"{here},{here.replace('127.0.0.1', 'localhost')}"  # one odd server must not end a fleet
+    config = SglangConfig(kind="sglang", base_url=here) if kind == "sglang" else VllmConfig(base_url=here)
+    engine = open_engine(VllmConfig(base_url=urls) if kind == "fleet" else config, Path(SERVED), "ab" * 32)
+    with pytest.raises(EngineError, match=r"/(weight|server)_info sent an invalid reply"):
+        await (engine.mark() if isinstance(engine, VllmEngine) else engine.version())
     await engine.close()
 
 
