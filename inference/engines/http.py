@@ -28,6 +28,8 @@ REPLY_BYTES = 1 << 30
 """Longest reply, or stream, that is read. Recorded routing of a long context has some 100 MB."""
 _STATUSES = {"stale_policy_version": 409, "engine_stopped": 503, "internal": 500}
 """HTTP status of errors within a stream of Triplane's server, by code."""
+_BUSY = (httpx.codes.REQUEST_TIMEOUT, httpx.codes.TOO_EARLY, httpx.codes.TOO_MANY_REQUESTS)
+"""HTTP statuses of a server, or of a proxy before it, that takes no request for now."""
 _FAULTS = (httpx.ConnectError, httpx.ConnectTimeout, httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError)
 
 
@@ -61,8 +63,8 @@ class JsonClient:
     async def call(self, method: str, path: str, body: dict[str, Any] | None = None, **query: Any) -> Any:
         """Reply of the server.
 
-        Raises EngineUnreachable without a response, EngineStopped for a failure of the server (5xx), StaleVersion,
-        RequestTooLong, and EngineError for other errors.
+        Raises EngineUnreachable without a response, EngineStopped for a failure of the server (5xx) or one that is busy
+        (408, 425, 429), StaleVersion, RequestTooLong, and EngineError for other errors.
         """
         url = f"{self.base}{path}"
 
@@ -124,13 +126,15 @@ class JsonClient:
                         " start the server or correct the address"
                     ) from error
                 await asyncio.sleep(backoff_s(attempt + 1, FIRST_PAUSE_S))
-            except (httpx.UnsupportedProtocol, httpx.InvalidURL, ExceptionGroup) as error:
+            except (httpx.UnsupportedProtocol, httpx.InvalidURL, UnicodeError, ExceptionGroup) as error:
                 why = first_error(error)  # a group: of a port above 65535
                 raise EngineError(f"{url} is not the address of an engine ({why}): write http://host:port/v1") from None
             except httpx.TimeoutException as error:
                 raise EngineUnreachable(f"{url} timed out ({type(error).__name__}): raise timeout_s") from error
             except UnfitReply as error:
                 raise _unfit(url, error) from None
+            except httpx.TransportError as error:  # such as the refusal of a proxy
+                raise EngineUnreachable(f"{url} can't be reached ({type(error).__name__}: {error}): check it") from None
         raise AssertionError("the loop returns or raises")
 
     async def is_healthy(self, path: str, timeout_s: float) -> bool:
@@ -204,7 +208,7 @@ def _error(began: str, status: int, message: str, code: Any) -> EngineError:
         return StaleVersion(message)
     if code == "context_length_exceeded" or "maximum context length" in message:
         return RequestTooLong(message)
-    kind = EngineStopped if status >= 500 else EngineError
+    kind = EngineStopped if status >= 500 or status in _BUSY else EngineError
     return kind(f"{began}: {message}")
 
 

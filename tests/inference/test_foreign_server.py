@@ -24,7 +24,7 @@ from inference.engines import BuiltinConfig, OpenAIConfig, SglangConfig, VllmCon
 from inference.engines.base import SamplingParams, collect
 from inference.engines.outside import OutsideEngine, connected, open_outside
 from inference.engines.vllm import VllmEngine
-from inference.errors import EngineError, StaleVersion
+from inference.errors import EngineError, EngineStopped, StaleVersion
 from ops import policies
 
 pytestmark = pytest.mark.anyio
@@ -39,6 +39,8 @@ class _Server(BaseHTTPRequestHandler):
     tokenizer: ClassVar[Tokenizer | None] = None
     raw: ClassVar[tuple[str, bytes] | None] = None
     """Content type and body of completions, in place of its own."""
+    status: ClassVar[int] = 200
+    """Of completions."""
 
     def do_GET(self) -> None:
         card = {"id": "policy", "object": "model", "owned_by": "vllm", "root": SERVED, "parent": None}
@@ -55,11 +57,11 @@ class _Server(BaseHTTPRequestHandler):
         if self.tokenizer is not None and isinstance(body["prompt"], str):
             choice["prompt_token_ids"] = self.tokenizer.encode(body["prompt"], add_special_tokens=False).ids
         answer = {"model": body["model"], "choices": [choice], "usage": {"prompt_tokens": len(body["prompt"])}}
-        self._reply(answer, self.raw)
+        self._reply(answer, self.raw, self.status)
 
-    def _reply(self, reply: dict[str, Any], raw: tuple[str, bytes] | None = None) -> None:
+    def _reply(self, reply: dict[str, Any], raw: tuple[str, bytes] | None = None, status: int = 200) -> None:
         kind, body = raw or ("application/json", json.dumps(reply).encode())
-        self.send_response(200)
+        self.send_response(status)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
@@ -141,6 +143,30 @@ async def test_events_end_at_line_ends_alone(address: str, monkeypatch: pytest.M
     engine = open_engine(OpenAIConfig(base_url=address), Path(SERVED), "ab" * 32)
     made = await collect(engine.stream([1], SamplingParams(1.0, 1, 0)))
     assert made.token_ids == [7]
+    await engine.close()
+
+
+@pytest.mark.parametrize("status", [408, 425, 429, 503])
+async def test_a_busy_server_has_a_fault_that_another_replica_may_not_have(
+    address: str, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    monkeypatch.setattr(_Server, "status", status)
+    engine = open_engine(OpenAIConfig(base_url=address), Path(SERVED), "ab" * 32)
+    with pytest.raises(EngineStopped, match=f"answered {status}"):
+        await engine.generate([1], SamplingParams(1.0, 4, 0))
+    await engine.close()
+
+
+@pytest.mark.parametrize(
+    ("url", "said"), [("https://engine.invalid", "can't be reached .ProxyError"), ("http://xn--", "is not the address")]
+)
+async def test_an_address_that_leads_to_no_engine_is_named(
+    address: str, monkeypatch: pytest.MonkeyPatch, url: str, said: str
+) -> None:
+    monkeypatch.setenv("HTTPS_PROXY", address)  # which refuses to connect further
+    engine = open_engine(OpenAIConfig(base_url=url), Path(SERVED), "ab" * 32)
+    with pytest.raises(EngineError, match=f"{url}/models {said}"):
+        await engine.version()
     await engine.close()
 
 
