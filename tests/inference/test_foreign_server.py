@@ -41,6 +41,8 @@ class _Server(BaseHTTPRequestHandler):
     """Content type and body of completions, in place of its own."""
     status: ClassVar[int] = 200
     """Of completions."""
+    asked: ClassVar[dict[str, Any]] = {}
+    """Body of the last request for a completion."""
 
     def do_GET(self) -> None:
         card = {"id": "policy", "object": "model", "owned_by": "vllm", "root": SERVED, "parent": None}
@@ -48,6 +50,7 @@ class _Server(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        _Server.asked = body
         token = body.get("seed", 0) % 65_537
         choice: dict[str, Any] = {
             "token_ids": [token],
@@ -102,6 +105,16 @@ async def test_turns_of_one_episode_get_random_numbers_of_their_own(address: str
     params = SamplingParams(1.0, 1, seed=2**64 - 1)
     drawn = [(await engine.generate([1] * length, params)).token_ids[0] for length in (1, 2, 3, 3)]
     assert len(set(drawn)) == 3 and drawn[2] == drawn[3]
+    await engine.close()
+
+
+async def test_preferences_of_the_model_are_overridden(address: str) -> None:
+    """Those of generation_config.json, such as Qwen2.5's repetition_penalty, would change the distribution."""
+    engine = open_engine(OpenAIConfig(base_url=address), Path(SERVED), "ab" * 32)
+    await engine.generate([1], SamplingParams(0.5, 1, 0, (7,)))
+    assert {"temperature": 0.5, "top_p": 1, "top_k": -1, "min_p": 0.0}.items() <= _Server.asked.items()
+    penalties = {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
+    assert {**penalties, "stop_token_ids": [7], "ignore_eos": True}.items() <= _Server.asked.items()
     await engine.close()
 
 
