@@ -36,8 +36,8 @@ WHOLE = {
     "presence_penalty": 0.0,
     "ignore_eos": True,
 }
-"""Sampling from the whole distribution, up to the request's own stop tokens. vLLM would take most of what is left out from
-the model's generation_config.json.
+"""Sampling from the whole distribution, up to the request's own stop tokens. vLLM would take most of what is left out
+from the model's generation_config.json.
 """
 OWNER = "triplane"
 """Owner of a policy in /v1/models of Triplane's server."""
