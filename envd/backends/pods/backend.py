@@ -24,7 +24,7 @@ from typing import Any
 from contracts.owned import is_abandoned, owned_name
 from envd.backends.base import BoxSpec, Features, IsolationLevel, Usage
 from envd.backends.pods.api import Api, ApiError, ExecStream, connect
-from envd.backends.pods.manifest import CONTAINER, SERVER, network_policy, pod_manifest
+from envd.backends.pods.manifest import CONTAINER, SERVER, START_S, network_policy, pod_manifest
 from envd.backends.probing import probe
 from envd.backends.vm.machine import GUEST_PATH
 from envd.backends.workspace_tar import NAME, load_packages, load_workspace, save_workspace
@@ -33,7 +33,7 @@ from envd.guest.link import GuestLink
 from envd.sandbox.place import sandbox_environment
 
 _GUEST = ["/usr/local/bin/envd-guest", "--stdio", "--workspace", "/workspace", "--scratch", "/tmp/.envd"]
-_START_S, _PROBE_S = 120.0, 180.0
+_PROBE_S = 180.0
 _NO_IMAGE = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName")
 _LEVELS = (("runsc", IsolationLevel.KERNEL), ("gvisor", IsolationLevel.KERNEL), ("kata", IsolationLevel.MACHINE))
 
@@ -174,7 +174,7 @@ class PodsBackend:
                 server=self._label,
                 packages=None if packages is None else (str(self._packages), (packages / NAME).stat().st_size),
             )
-            until = asyncio.get_running_loop().time() + _START_S
+            until = asyncio.get_running_loop().time() + START_S
             await self._create(manifest)
             await self._running(pod, until)
             async with asyncio.timeout_at(until):
@@ -194,7 +194,7 @@ class PodsBackend:
             except ApiError as left:
                 said = f"{said}; {left}: its deadline ends it"
             if isinstance(error, (EnvdError, OSError, TimeoutError)):
-                why = str(error) or f"its agent did not answer within {_START_S:g} s"
+                why = str(error) or f"its agent did not answer within {START_S:g} s"
                 raise SandboxStartError(f"pod {pod} did not become a sandbox: {why} {said}".rstrip()) from error
             raise
         box = PodBox(self, spec, pod, stream, guest)
@@ -227,7 +227,7 @@ class PodsBackend:
                 lacking = [each for each in status.conditions or [] if each.type == "PodScheduled" and each.message]
                 why = waiting or next(iter(lacking), None)
                 said = f"{why.reason}: {why.message}" if why else f"its phase is {status.phase}"
-                raise SandboxStartError(f"it does not run after {_START_S:g} s ({said}): see `kubectl describe pod`")
+                raise SandboxStartError(f"it does not run after {START_S:g} s ({said}): see `kubectl describe pod`")
             await asyncio.sleep(pause)
             pause = min(1.0, pause * 1.5)
 
