@@ -100,7 +100,7 @@ def test_lost_engine_reply_is_retried_with_equal_groups(
     "kind",
     [
         *("null", "deep", "too_long", "short_spans", "foreign_token", "negative_token", "text_token"),
-        *("null_logprob", "nan_logprob", "positive_logprob", "text_logprob"),
+        *("null_logprob", "nan_logprob", "positive_logprob", "text_logprob", "without_stop", "empty"),
     ],
 )
 def test_reply_that_no_policy_samples_is_retried_and_not_committed(
