@@ -8,7 +8,8 @@ from pydantic import Field
 
 from resources.section import Section
 
-_LABEL = r"^([a-z0-9A-Z]([-a-z0-9A-Z.]{0,251}[a-z0-9A-Z])?/)?[a-zA-Z0-9]([-a-zA-Z0-9_.]{0,61}[a-zA-Z0-9])?$"
+_PREFIX, _LOCAL = r"[a-z0-9A-Z]([-a-z0-9A-Z.]{0,251}[a-z0-9A-Z])?/", r"[a-zA-Z0-9]([-a-zA-Z0-9_.]{0,61}[a-zA-Z0-9])?"
+_LABEL, _RESOURCE = f"^({_PREFIX})?{_LOCAL}$", f"^{_PREFIX}{_LOCAL}$"
 _NAME = r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$"
 _VALUE = r"^([a-zA-Z0-9]([-a-zA-Z0-9_.]{0,61}[a-zA-Z0-9])?)?$"
 
@@ -76,7 +77,7 @@ class StepPlacement(PodPlacement):
 class TrainerPlacement(PodPlacement):
     """Resources and nodes of a trainer's pods, one for each of `trainer.launcher.nodes`."""
 
-    gpu_resource: str = Field(default="nvidia.com/gpu", pattern=_LABEL)
+    gpu_resource: str = Field(default="nvidia.com/gpu", pattern=_RESOURCE)
     """Resource that counts `trainer.launcher.gpus`, such as nvidia.com/gpu or nvidia.com/mig-3g.40gb."""
     workload: Literal["job", "jobset"] = "job"
     """Kind of the object that holds the pods: a Job, or a JobSet (jobset.x-k8s.io/v1alpha2) where the cluster has its

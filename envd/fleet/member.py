@@ -148,7 +148,7 @@ class Member(OperationsClient):
             _log.warning("envd server %s is left out: %s", self.address, fault)
         self._failures += 1
         self.fault, self.met = fault, False
-        self._out_until = time.monotonic() + backoff_s(min(self._failures, 10), _FIRST_OUT_S, _LONGEST_OUT_S)
+        self._out_until = time.monotonic() + backoff_s(self._failures, _FIRST_OUT_S, _LONGEST_OUT_S)
         self.templates.clear()  # a server that comes back may have been restarted
 
     async def movable(self) -> list[MovableSandbox]:

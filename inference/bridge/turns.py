@@ -12,7 +12,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from contextlib import aclosing
 from dataclasses import replace
 
@@ -247,12 +247,14 @@ class Running:
                         return pb.STALE
                     if piece.finish_reason is not None:
                         span.set(completed(self.turn.tokens - before, piece.finish_reason, piece.spans))
-                        return self._finish_of(piece.finish_reason)
+                        return self._finish_of(piece.finish_reason, params.stop_token_ids)
         return self._engine_lost(EOFError("its stream ended without a finish reason"))
 
-    def _finish_of(self, reason: str) -> int:
+    def _finish_of(self, reason: str, stops: Collection[int]) -> int:
         if reason == "stop":
-            return pb.STOP
+            if self.turn.tokens and self._last_token() in stops:
+                return pb.STOP
+            return self._engine_lost(EngineError("it ended a turn with the reason stop, and without a stop token"))
         if reason == "length":
             return self._length()
         return self._engine_lost(EngineStopped(f"it ended the completion with {reason!r}"))

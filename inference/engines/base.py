@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -199,11 +199,15 @@ def check_streamable(params: SamplingParams) -> None:
         raise EngineError("routing is requested of a stream, whose pieces do not carry it: use generate")
 
 
-def check_sampled(made: Completion | Piece, most: int, vocabulary: int = 0) -> None:
+def check_sampled(
+    made: Completion | Piece, most: int, vocabulary: int = 0, stops: Collection[int] | None = None
+) -> None:
     """Raise EngineError unless sampling at most `most` tokens can give this: ids are in [0, vocabulary), finite
-    log probabilities at most 0 but for rounding, and spans cover all tokens. vocabulary: 0 for unknown.
+    log probabilities at most 0 but for rounding, and spans cover all tokens. vocabulary: 0 for unknown. stops: those of
+    a whole completion, which has a token unless it was aborted, and "stop" as its reason only after one of these.
     """
     count, size, fault = len(made.token_ids), vocabulary or 1 << 31, None
+    last = int(made.token_ids[-1]) if count else None
     if count > most:
         fault = f"{count} tokens of {most} requested ones"
     elif not _are_within(made.token_ids, "i", 0, size - 1):
@@ -212,6 +216,10 @@ def check_sampled(made: Completion | Piece, most: int, vocabulary: int = 0) -> N
         fault = f"log probabilities of {count} tokens that are not {count} finite numbers of at most 0"
     elif not cover(made.spans, count):
         fault = f"policy versions that do not cover its {count} tokens"
+    elif stops is not None and made.finish_reason == "stop" and last not in stops:
+        fault = f"{count} tokens that end with {last}, and not with a stop token of the request, as the reason is stop"
+    elif stops is not None and made.finish_reason != "abort" and not count:
+        fault = "no token"
     if fault is not None:
         raise EngineError(f"the engine returned {fault}, which sampling can't give: check its server, or replace it")
 

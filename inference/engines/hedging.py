@@ -166,10 +166,13 @@ class Streams(Generic[R]):
             try:
                 while True:
                     sampled += len(piece.token_ids)
+                    if piece.finish_reason is not None:  # whoever reads it may close the stream
+                        seconds = time.monotonic() - winner.began
+                        self._router.finish(winner.decision, seconds=seconds, sampled=sampled)
                     yield piece
                     piece = await anext(winner.pieces)
             except StopAsyncIteration:
-                self._router.finish(winner.decision, seconds=time.monotonic() - winner.began, sampled=sampled)
+                return
             except REPLICA_FAULTS as error:
                 self._leave_out(winner.replica, error)
                 raise _Lost from error

@@ -11,7 +11,7 @@ import json
 import ssl
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 
@@ -22,11 +22,14 @@ from contracts.tracing import carrier
 from inference.engines.config import CONNECTIONS, RETRIES, TIMEOUT_S
 from inference.errors import EngineError, EngineStopped, EngineUnreachable, RequestTooLong, StaleVersion
 
+T = TypeVar("T")
 FIRST_PAUSE_S = 0.1
 REPLY_BYTES = 1 << 30
 """Longest reply, or stream, that is read. Recorded routing of a long context has some 100 MB."""
 _STATUSES = {"stale_policy_version": 409, "engine_stopped": 503, "internal": 500}
 """HTTP status of errors within a stream of Triplane's server, by code."""
+_BUSY = (httpx.codes.REQUEST_TIMEOUT, httpx.codes.TOO_EARLY, httpx.codes.TOO_MANY_REQUESTS)
+"""HTTP statuses of a server, or of a proxy before it, that takes no request for now."""
 _FAULTS = (httpx.ConnectError, httpx.ConnectTimeout, httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError)
 
 
@@ -60,8 +63,8 @@ class JsonClient:
     async def call(self, method: str, path: str, body: dict[str, Any] | None = None, **query: Any) -> Any:
         """Reply of the server.
 
-        Raises EngineUnreachable without a response, EngineStopped for a failure of the server (5xx), StaleVersion,
-        RequestTooLong, and EngineError for other errors.
+        Raises EngineUnreachable without a response, EngineStopped for a failure of the server (5xx) or one that is busy
+        (408, 425, 429), StaleVersion, RequestTooLong, and EngineError for other errors.
         """
         url = f"{self.base}{path}"
 
@@ -69,6 +72,12 @@ class JsonClient:
             return self._http.request(method, url, json=body, params=query, headers=carrier())
 
         return _read(url, await self._sent(url, send))
+
+    async def read(self, method: str, path: str, take: Callable[[Any], T], body: dict[str, Any] | None = None) -> T:
+        """What `take` finds in the reply. Raises what `call` raises, and EngineError for a reply without that."""
+        reply = await self.call(method, path, body)
+        with reading(f"{self.base}{path}"):
+            return take(reply)
 
     async def events(self, path: str, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any]]:
         """JSON objects that the server sends in reply to a POST, as server-sent events up to `[DONE]`.
@@ -86,10 +95,10 @@ class JsonClient:
                 await response.aread()
                 _read(url, response)
                 raise EngineError(f"{url} sent no stream of events: check that its server streams completions")
-            async for line in response.aiter_lines():
-                if not line.startswith("data:"):
+            async for line in _lines(response):
+                if not line.startswith(b"data:"):
                     continue
-                data = line.removeprefix("data:").strip()
+                data = line.removeprefix(b"data:").decode(errors="replace").strip()
                 if data == "[DONE]":
                     return
                 yield _event(url, data)
@@ -117,13 +126,15 @@ class JsonClient:
                         " start the server or correct the address"
                     ) from error
                 await asyncio.sleep(backoff_s(attempt + 1, FIRST_PAUSE_S))
-            except (httpx.UnsupportedProtocol, httpx.InvalidURL, ExceptionGroup) as error:
+            except (httpx.UnsupportedProtocol, httpx.InvalidURL, UnicodeError, ExceptionGroup) as error:
                 why = first_error(error)  # a group: of a port above 65535
                 raise EngineError(f"{url} is not the address of an engine ({why}): write http://host:port/v1") from None
             except httpx.TimeoutException as error:
                 raise EngineUnreachable(f"{url} timed out ({type(error).__name__}): raise timeout_s") from error
             except UnfitReply as error:
                 raise _unfit(url, error) from None
+            except httpx.TransportError as error:  # such as the refusal of a proxy
+                raise EngineUnreachable(f"{url} can't be reached ({type(error).__name__}: {error}): check it") from None
         raise AssertionError("the loop returns or raises")
 
     async def is_healthy(self, path: str, timeout_s: float) -> bool:
@@ -159,6 +170,18 @@ def _read(url: str, response: httpx.Response) -> Any:
     raise _error(f"{url} answered {response.status_code}", response.status_code, message, code)
 
 
+async def _lines(response: httpx.Response) -> AsyncGenerator[bytes]:
+    """Lines of a stream of events. httpx would also break them at characters within JSON, such as U+2028."""
+    begun = bytearray()
+    async for chunk in response.aiter_bytes():
+        rest, *more = chunk.split(b"\n")
+        begun += rest
+        for each in more:
+            yield bytes(begun)
+            begun = bytearray(each)
+    yield bytes(begun)
+
+
 def _event(url: str, data: str) -> dict[str, Any]:
     """An event of a stream. Raises EngineError for one that tells of an error, as vLLM's and ours do."""
     try:
@@ -185,7 +208,7 @@ def _error(began: str, status: int, message: str, code: Any) -> EngineError:
         return StaleVersion(message)
     if code == "context_length_exceeded" or "maximum context length" in message:
         return RequestTooLong(message)
-    kind = EngineStopped if status >= 500 else EngineError
+    kind = EngineStopped if status >= 500 or status in _BUSY else EngineError
     return kind(f"{began}: {message}")
 
 

@@ -2,8 +2,8 @@
 
 Only connection faults are retried, a limited number of times, with jitter. Every request contains its seed, so a
 repetition at Triplane's server gives the same tokens. Other servers count random numbers from a request's first token,
-so each turn of an episode gets another seed there. Start vLLM with `--logprobs-mode processed_logprobs`, else its
-logprobs ignore the temperature.
+so each turn of an episode gets another seed there, and preferences of the model are overridden. Start vLLM with
+`--logprobs-mode processed_logprobs`, else its logprobs ignore the temperature.
 """
 
 from __future__ import annotations
@@ -28,6 +28,17 @@ from inference.engines.http import JsonClient, reading
 from inference.engines.seeds import mixed_seed
 from inference.errors import EngineError, StaleVersion
 
+WHOLE = {
+    "top_k": -1,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "ignore_eos": True,
+}
+"""Sampling from the whole distribution, up to the request's own stop tokens. vLLM would take most of what is left out
+from the model's generation_config.json.
+"""
 OWNER = "triplane"
 """Owner of a policy in /v1/models of Triplane's server."""
 _REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
@@ -99,7 +110,7 @@ class OpenAIEngine:
         if await self.is_ours():
             body["policy_version"] = self._required
         else:
-            body |= {"seed": mixed_seed(params.seed, len(prompt_ids)), "top_k": -1}
+            body |= WHOLE | {"seed": mixed_seed(params.seed, len(prompt_ids))}
         return body
 
     async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> list[float]:

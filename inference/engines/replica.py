@@ -125,10 +125,11 @@ class Replica:
         try:
             async with aclosing(self.engine.stream(prompt_ids, params)) as pieces:
                 while (piece := await self._unless_lost(_next(pieces))) is not None:
+                    if piece.finish_reason is not None:  # whoever reads it may close the stream
+                        self._failures = 0
                     yield piece
         finally:
             self.in_flight -= 1
-        self._failures = 0
 
     async def _unless_lost(self, call: Coroutine[Any, Any, T]) -> T:
         """Result of a call. Raises EngineUnreachable if the server is abandoned meanwhile."""

@@ -108,8 +108,9 @@ async def _pieces(replica: _Replica, prompt: Sequence[int], params: SamplingPara
     """Pieces of a replica."""
     async with aclosing(replica.engine.stream(prompt, params)) as pieces:
         async for piece in pieces:
+            if piece.finish_reason is not None:  # whoever reads it may close the stream
+                replica.succeeded()
             yield piece
-    replica.succeeded()
 
 
 class RoutedEngine:

@@ -175,9 +175,8 @@ class SglangEngine(StreamsWhole):
 
     async def _attach(self) -> None:
         await self._wait_until_ready()
-        info = await self._client.call("GET", "/server_info")
-        self._longest, self._widest = int(info["max_req_input_len"]) - 1, int(info.get("sampling_mask_max_tokens", 0))
-        if not info.get("enable_deterministic_inference"):
+        self._longest, self._widest, deterministic = await self._client.read("GET", "/server_info", _limits)
+        if not deterministic:
             _log.warning(
                 "%s ignores seeds: start it with --enable-deterministic-inference for samples that can be repeated",
                 self._client.base,
@@ -254,7 +253,7 @@ class SglangEngine(StreamsWhole):
 
     async def _mark(self) -> str:
         """Version with which the server marks its next token."""
-        return str((await self._client.call("GET", "/model_info"))["weight_version"])
+        return await self._client.read("GET", "/model_info", lambda reply: str(reply["weight_version"]))
 
     async def _settled_mark(self) -> str:
         """The mark, after another client that is loading this very policy has finished, or has had time to."""
@@ -353,11 +352,20 @@ class SglangEngine(StreamsWhole):
             "logprob_start_len": 0,
             "cache_salt": salt,
         }
-        found = (await self._client.call("POST", "/generate", body))["meta_info"]
-        entries = found.get("input_token_logprobs") or []
-        if [int(entry[1]) for entry in entries] != list(token_ids):
-            raise EngineUnreachable(f"{self._client.base} ended a scoring request early: retry")
-        return [0.0, *(float(entry[0]) for entry in entries[1:])], str(found["weight_version"])
+        found = await self._client.call("POST", "/generate", body)
+        with reading(self._client.base):
+            entries = found["meta_info"].get("input_token_logprobs") or []
+            if [int(entry[1]) for entry in entries] != list(token_ids):
+                raise EngineUnreachable(f"{self._client.base} ended a scoring request early: retry")
+            return [0.0, *(float(entry[0]) for entry in entries[1:])], str(found["meta_info"]["weight_version"])
+
+
+def _limits(info: dict[str, Any]) -> tuple[int, int, bool]:
+    """Of a reply to /server_info: tokens of the longest prompt, and of the largest support that is returned (0: none
+    is); whether samples can be repeated.
+    """
+    repeats = bool(info.get("enable_deterministic_inference"))
+    return int(info["max_req_input_len"]) - 1, int(info.get("sampling_mask_max_tokens", 0)), repeats
 
 
 def _joined(spans: Spans) -> Spans:

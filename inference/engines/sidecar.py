@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -43,12 +44,12 @@ class Sidecar:
         body = {"digest": ref.digest, "key": ref.key, "kind": ref.kind, "plain": plain, "wait_s": _WAIT_S}
         done, since = -1, time.monotonic()
         while True:
-            answer = await self._client.call("POST", "/pull", body)
-            if "directory" in answer:
-                return Path(answer["directory"])
-            if answer["done"] != done:
-                done, since = answer["done"], time.monotonic()
-                _log.info("%s pulls %s: %d of %d bytes", self._client.base, ref.short, done, answer["total"])
+            directory, now, total = await self._client.read("POST", "/pull", _pulled, body)
+            if directory is not None:
+                return directory
+            if now != done:
+                done, since = now, time.monotonic()
+                _log.info("%s pulls %s: %d of %d bytes", self._client.base, ref.short, done, total)
             if time.monotonic() - since > self._timeout_s:
                 raise EngineUnreachable(
                     f"{self._client.base} made no progress with policy {ref.short} for {self._timeout_s:g} s: check its"
@@ -58,6 +59,13 @@ class Sidecar:
     async def close(self) -> None:
         """Close the connections."""
         await self._client.close()
+
+
+def _pulled(reply: dict[str, Any]) -> tuple[Path | None, int, int]:
+    """Folder of the policy once it is there, else None; bytes that have arrived, and all of them."""
+    if "directory" in reply:
+        return Path(reply["directory"]), 0, 0
+    return None, int(reply["done"]), int(reply["total"])
 
 
 def sidecar_address(server: str, port: int) -> str:

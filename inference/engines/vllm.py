@@ -318,8 +318,8 @@ class VllmEngine:
         return Policy(prepared.version, served, prepared.probes, self._config.exact, prepared.tolerance)
 
     async def _welcome(self, client: JsonClient) -> None:
-        models = await client.call("GET", "/v1/models")
-        self._context, self._ready = int(models["data"][0]["max_model_len"]), True
+        self._context = await client.read("GET", "/v1/models", lambda reply: int(reply["data"][0]["max_model_len"]))
+        self._ready = True
         self._retry_at = 0.0
         self._proven.add(self._files.version)
 
@@ -345,8 +345,8 @@ class VllmEngine:
     async def _is_cpu(self, client: JsonClient | None) -> bool:
         if self._config.base_url is None or client is None:
             return await asyncio.to_thread(lambda: self._keeper.device) == "cpu"
-        info = await client.call("GET", "/server_info")
-        return "device_config=cpu" in str(info["vllm_config"])
+        config = await client.read("GET", "/server_info", lambda reply: str(reply["vllm_config"]))
+        return "device_config=cpu" in config
 
     @asynccontextmanager
     async def _recovering(self, client: JsonClient) -> AsyncGenerator[None]:

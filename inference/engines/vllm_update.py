@@ -97,7 +97,7 @@ async def serves(client: JsonClient, version: str) -> bool:
 
 async def served_version(client: JsonClient) -> str:
     """Version with which the server will mark its next token; "default" for a server without a mark."""
-    return str((await client.call("GET", "/weight_info"))["weight_version"])
+    return await client.read("GET", "/weight_info", lambda reply: str(reply["weight_version"]))
 
 
 async def put_to_sleep(client: JsonClient, drain_s: float) -> None:
@@ -120,12 +120,12 @@ async def put_to_sleep(client: JsonClient, drain_s: float) -> None:
 
 async def is_asleep(client: JsonClient) -> bool:
     """Whether the server's weights or cache are freed."""
-    return bool((await client.call("GET", "/is_sleeping"))["is_sleeping"])
+    return await client.read("GET", "/is_sleeping", lambda reply: bool(reply["is_sleeping"]))
 
 
 async def is_paused(client: JsonClient) -> bool:
     """Whether the server's scheduler stands still, as after an update whose client was killed."""
-    return bool((await client.call("GET", "/is_paused"))["is_paused"])
+    return await client.read("GET", "/is_paused", lambda reply: bool(reply["is_paused"]))
 
 
 async def pause(client: JsonClient, drain_s: float) -> None:
@@ -140,11 +140,9 @@ async def pause(client: JsonClient, drain_s: float) -> None:
 
 async def reset_prefix_cache(client: JsonClient) -> None:
     """Drop all cached prefixes. Raises EngineError if that fails."""
-    answer = await client.call("POST", "/reset_prefix_cache")
-    if not (answer or {}).get("success"):
+    if not await client.read("POST", "/reset_prefix_cache", lambda reply: (reply or {}).get("success")):
         raise EngineError(
-            f"{client.base} did not reset its prefix cache ({answer}): restart it, its cached prefixes belong"
-            " to older weights"
+            f"{client.base} did not reset its prefix cache: restart it, its cached prefixes belong to older weights"
         )
 
 
@@ -199,7 +197,8 @@ async def _mark(client: JsonClient, version: str) -> None:
 async def _command(client: JsonClient, method: str, arguments: dict[str, Any]) -> list[Any]:
     """Call a method of the worker extension on every worker of the server."""
     try:
-        answer = await client.call("POST", "/collective_rpc", {"method": method, "kwargs": arguments})
+        body = {"method": method, "kwargs": arguments}
+        return await client.read("POST", "/collective_rpc", lambda reply: list(reply["results"]), body)
     except EngineUnreachable:
         raise
     except EngineError as error:
@@ -207,14 +206,13 @@ async def _command(client: JsonClient, method: str, arguments: dict[str, Any]) -
             f"{error}; if it lacks {method}: start it with VLLM_SERVER_DEV_MODE=1, our folder vllm_side on PYTHONPATH"
             " and --worker-extension-cls triplane_vllm.WorkerExtension, see docs/engines.md"
         ) from error
-    results: list[Any] = answer["results"]
-    return results
 
 
 async def _compare_tensors(client: JsonClient, policy: Policy) -> None:
     arguments = {"directory": str(policy.served), "exact": policy.exact}
     workers = await _command(client, "triplane_verify", arguments)
-    found = [f"{each['name']} {each['detail']}" for worker in workers for each in worker]
+    with reading(client.base):
+        found = [f"{each['name']} {each['detail']}" for worker in workers for each in worker]
     if found:
         shown = list(dict.fromkeys(found))
         raise WeightsDiffer(_refusal(client, policy, shown))

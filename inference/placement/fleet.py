@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -13,6 +13,9 @@ from contracts.errors import ConfigError
 from contracts.yaml_text import load_yaml
 from inference.engines.vllm_memory import NARROW, UTILIZATION, keeps_blocks, token_bytes, weight_bytes
 from inference.placement.mig import KINDS, POSITIONS, PROCESSORS, Kind, Profile
+
+_MOST_GIB = 2.0**20
+"""Bound of the memory of a GPU."""
 
 
 class Slice(BaseModel):
@@ -24,7 +27,7 @@ class Slice(BaseModel):
     processors: int = Field(ge=1, le=PROCESSORS)
     positions: int = Field(ge=1, le=POSITIONS)
     starts: tuple[int, ...] = Field(min_length=1)
-    memory_gib: float = Field(gt=0)
+    memory_gib: float = Field(gt=0, le=_MOST_GIB)
 
     @model_validator(mode="after")
     def _legal(self) -> Slice:
@@ -47,7 +50,7 @@ class Gpus(BaseModel):
     kind: str
     """A name of `mig.KINDS`, or any name with `memory_gib`."""
     count: int = Field(ge=1, le=64)
-    memory_gib: float | None = Field(default=None, gt=0)
+    memory_gib: float | None = Field(default=None, gt=0, le=_MOST_GIB)
     """Of one GPU; default: the kind's."""
     mig: bool = True
     """Whether they may be divided."""
@@ -83,9 +86,9 @@ class Service(BaseModel):
     """Wanted at once, over all servers."""
     servers: int = Field(default=1, ge=0)
     """Fewest servers."""
-    value: float = Field(default=1.0, gt=0)
+    value: float = Field(default=1.0, ge=1e-6, le=1e6)
     """Weight of one served sequence in the objective, relative to other services."""
-    tensor_parallel: tuple[int, ...] = (1, 2, 4, 8)
+    tensor_parallel: tuple[Annotated[int, Field(ge=1)], ...] = (1, 2, 4, 8)
     """Numbers of whole GPUs of one node that a server may use."""
     slices: bool = True
     """Whether a server may run on a slice."""
@@ -93,7 +96,7 @@ class Service(BaseModel):
     """Most sequences at once that a whole GPU is fast enough for; a slice gets its share of them. None: no limit."""
     utilization: float = Field(default=UTILIZATION, gt=0, le=1)
     """Share of the memory that the engine uses."""
-    reserve_gib: float = Field(default=1.5, ge=0)
+    reserve_gib: float = Field(default=1.5, ge=0, le=_MOST_GIB)
     """Activations and CUDA graphs on each GPU."""
     fp8_cache: bool = False
     """Keys and values of one byte instead of two."""
@@ -139,8 +142,15 @@ class Capacity:
         self.service = service
         self.config = _config(service.model)
         known = _weights(service.model)
-        self.weights = weight_bytes(self.config) if known is None else known
-        self._fp8 = known is None or (self.config.get("quantization_config") or {}).get("quant_method") == "fp8"
+        try:
+            self.weights = weight_bytes(self.config) if known is None else known
+            quantized = self.config.get("quantization_config") or {}
+            self._fp8 = known is None or quantized.get("quant_method") == "fp8"
+            parts = filter(self.divides, (1, *service.tensor_parallel))
+            if not all(0 < size < 1 << 60 for size in (self.weights, *map(self._token, parts))):
+                raise ValueError("weights or cache without a size")
+        except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+            raise ConfigError(f"model {service.model}: its config.json is none of a model ({error})") from None
 
     def on_slice(self, kind: Kind, profile: Profile) -> int:
         """Sequences of a server on a slice."""
@@ -191,7 +201,10 @@ def _weights(model: Path) -> int | None:
     index = model / "model.safetensors.index.json"
     if index.is_file():
         try:
-            return int(json.loads(index.read_bytes())["metadata"]["total_size"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            size = int(json.loads(index.read_bytes())["metadata"]["total_size"])
+            if size <= 0:
+                raise ValueError(f"it is {size}")
+            return size
+        except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
             raise ConfigError(f"model {model}: {index.name} has no metadata.total_size ({error})") from None
     return sum(path.stat().st_size for path in model.glob("*.safetensors")) or None

@@ -284,7 +284,7 @@ class Attempt:
             with request_span(len(self._transcript), params) as span:
                 completion = await self._player.engine.generate(self._transcript.token_ids, params)
                 span.set(completed(len(completion.token_ids), completion.finish_reason, completion.spans))
-            check_sampled(completion, room, self._player.vocabulary)
+            check_sampled(completion, room, self._player.vocabulary, params.stop_token_ids)
         except RequestTooLong:
             return None
         except StaleVersion:

@@ -216,7 +216,10 @@ class _Training:
         if now - self._asked < min(_ASK_S, limit / 4) and now - begun <= limit:
             return None
         self._asked = now
-        reason, words = why_waiting(self.watched, self._api)
+        try:
+            reason, words = why_waiting(self.watched, self._api)
+        except ApiUnreachable as error:  # events may have a store of their own, which is away alone
+            reason, words = "Pending", f"unknown, {error}"
         if reason in HOPELESS:
             return Ending(words)
         if now - begun > limit:

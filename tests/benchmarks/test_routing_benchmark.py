@@ -72,6 +72,7 @@ def test_a_file_that_is_no_trace_is_named(tmp_path: Path) -> None:
             trace_load(path, 5, 16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("groups", [12, 24])
 def test_members_of_a_group_stay_together_and_are_not_waited_for(groups: int) -> None:
     found = play(group_load(groups, 16, 4, 2048), MACHINE, 8)
@@ -83,6 +84,7 @@ def test_virtual_time_gives_equal_figures_for_equal_code() -> None:
     assert play(talks, MACHINE, 4) == play(talks, MACHINE, 4)
 
 
+@pytest.mark.slow
 def test_half_of_a_replicas_speed_costs_the_router_less_than_hashing() -> None:
     talks = group_load(8, 8, 4, 2048)
     route, hashing = (

@@ -338,6 +338,7 @@ def test_server_stops_reading_commands_of_a_client_that_reads_no_answers(policy:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_random_interleavings_lose_no_token(policy: Path, tmp_path: Path) -> None:
     """Clients that step, repeat, join, cancel, break their stream and reattach see what an undisturbed one would."""
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 
 from contracts.pb import bridge_pb2 as pb
 from inference.bridge.checks import Limits
@@ -63,6 +64,7 @@ def test_long_turn_is_read_in_messages_of_limited_size() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_open_episode_of_512_tokens_takes_at_most_16_kib_and_a_closed_one_none() -> None:
     async def run() -> None:
         engine: Any = Fast()

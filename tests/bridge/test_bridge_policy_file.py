@@ -44,7 +44,7 @@ async def sampled(policy: Path, prompt: list[int]) -> list[int]:
     return completion.token_ids
 
 
-@pytest.mark.parametrize("kind", ["builtin", "routed"])
+@pytest.mark.parametrize("kind", [pytest.param("builtin", marks=pytest.mark.slow), "routed"])
 def test_policies_that_the_file_names_are_served_in_turn(tmp_path: Path, kind: str) -> None:
     first, second = write_checkpoint(tmp_path / "a", 1), write_checkpoint(tmp_path / "b c", 2)
     file = tmp_path / "policy"

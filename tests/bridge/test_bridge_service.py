@@ -507,8 +507,9 @@ class WrongEngine(DelegatingEngine):
         lambda piece: replace(piece, token_ids=piece.token_ids + 10**6),
         lambda piece: replace(piece, spans=[("v1", 0, len(piece.token_ids) - 1)]),
         lambda piece: Piece(piece.token_ids.repeat(3000), piece.logprobs.repeat(3000), [("v1", 0, 3000)]),
+        lambda piece: replace(piece, finish_reason="stop"),
     ],
-    ids=["nan", "positive", "foreign", "spans", "long"],
+    ids=["nan", "positive", "foreign", "spans", "long", "stop"],
 )
 def test_turn_whose_engine_returns_what_no_policy_samples_ends_as_lost(
     long_policies: list[Path], tmp_path: Path, change: Callable[[Piece], Piece]

@@ -19,3 +19,8 @@ def test_a_pause_doubles_with_every_failure_and_varies_by_half(failures: int, fi
 
 def test_a_pause_is_no_longer_than_its_bound() -> None:
     assert backoff_s(30, 1.0, longest_s=60.0) == pytest.approx(60.0)
+
+
+def test_a_pause_stays_bounded_however_often_something_fails() -> None:
+    """A router counts each request that a replica fails, for weeks."""
+    assert backoff_s(10**6, 1.0, longest_s=60.0) == 60.0

@@ -101,6 +101,7 @@ HONEST = {
 }
 
 
+@pytest.mark.slow
 def test_an_honest_state_gets_the_share_that_it_passes_alone(task: Task) -> None:
     verdicts = graded(task, *({"rows.py": code} for code, _ in HONEST.values()), confirm=True)
     for (name, (_, counted)), verdict in zip(HONEST.items(), verdicts, strict=True):

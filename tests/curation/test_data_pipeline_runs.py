@@ -64,20 +64,16 @@ def wait_for(reached: Any, process: subprocess.Popen[str]) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "point",
     [
         "data-batch-done:4",
-        *(
-            pytest.param(each, marks=pytest.mark.slow)
-            for each in (
-                "artifact-staged:2",
-                "data-batch-committed:4",
-                "artifact-staged",
-                "before-manifest",
-                "after-manifest:3",
-            )
-        ),
+        "artifact-staged:2",
+        "data-batch-committed:4",
+        "artifact-staged",
+        "before-manifest",
+        "after-manifest:3",
     ],
 )
 def test_killed_pipeline_computes_and_asks_for_no_committed_batch_again(
@@ -171,6 +167,7 @@ def test_endpoint_of_json_gets_columns_and_gives_a_number(folder: Path, store: s
     assert made.meta["stages"][1]["left_out"] == {"unreadable (null)": 1}
 
 
+@pytest.mark.slow
 def test_endpoints_of_json_share_no_answers(folder: Path, store: str) -> None:
     with judge_server(lambda path, body: (200, {"score": len(path)})) as server:
         ask = {"kind": "ask", "api": "json", "input": ["text"], "field": "score", "answer": "score"}
@@ -184,6 +181,7 @@ def test_endpoints_of_json_share_no_answers(folder: Path, store: str) -> None:
     assert len(server.asked) == 3 * len(ROWS)
 
 
+@pytest.mark.slow
 def test_rows_that_are_made_again_after_gc_are_selected_again(folder: Path, tmp_path: Path) -> None:
     refusing = True
     with judge_server(lambda path, body: (400, {}) if refusing and body["id"] < 16 else (200, {"n": 1})) as server:

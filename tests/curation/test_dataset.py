@@ -317,6 +317,7 @@ def test_kept_rows_reasons_and_group_statistics_equal_a_naive_reference(
     assert counted.kept_groups == len(kept_groups) and counted.empty == (not wanted)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rows=rollouts(plain=True), config=shaping)
 def test_duplicates_and_groups_beyond_a_cap_are_those_of_a_naive_reference(

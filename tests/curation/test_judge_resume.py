@@ -83,6 +83,7 @@ def served(tmp_path: Path) -> Iterator[str]:
     process.wait(30)
 
 
+@pytest.mark.slow
 def test_own_server_works_as_judge_endpoint(tmp_path: Path, served: str) -> None:
     store = LocalStore(tmp_path / "store")
     played = rollouts(store, [episode("a"), episode("b", b"wrong")])

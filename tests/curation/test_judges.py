@@ -241,6 +241,7 @@ def test_judges_are_asked_while_tests_run_and_never_more_at_once_than_allowed(
     assert max(seen) > 0, "no judgement was asked for before the tests had run"
 
 
+@pytest.mark.slow
 def test_queueing_does_not_count_against_the_request_deadline(store: LocalStore, server: JudgeServer) -> None:
     server.delay_s = 0.3
     played = rollouts(store, [episode(str(index), b"right %d" % index) for index in range(14)])

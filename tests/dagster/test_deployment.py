@@ -91,7 +91,11 @@ def test_iterations_play_a_smoke_episode_with_their_candidates(ran: World) -> No
 
 @pytest.mark.parametrize(
     ("value", "named"),
-    [(float("nan"), "model.norm.weight"), (None, "model.norm.weight"), (3e38, "the engine has stopped")],
+    [
+        (float("nan"), "model.norm.weight"),
+        pytest.param(None, "model.norm.weight", marks=pytest.mark.slow),
+        pytest.param(3e38, "the engine has stopped", marks=pytest.mark.slow),
+    ],
 )
 def test_candidate_that_can_not_be_served_is_refused(ran: World, value: float | None, named: str) -> None:
     stage = stage_of(ran, f"spoilt_{str(value)[:3]}")
@@ -174,6 +178,7 @@ def test_infrastructure_fault_decides_nothing(ran: World) -> None:
     assert again.decide(again.first, again.base, "0000").decision == "live"
 
 
+@pytest.mark.slow
 def test_a_canary_plays_the_smoke_episode_where_one_is_named(ran: World) -> None:
     base = open_artifact(ran.store, stage_of(ran, "canary").base)
     with serving(base) as url:
@@ -194,7 +199,7 @@ def test_a_smoke_episode_asks_no_server_for_routing(ran: World) -> None:
             assert stage.smoke(stage.first).fault is None
 
 
-@pytest.mark.parametrize("value", [float("nan"), None])
+@pytest.mark.parametrize("value", [pytest.param(float("nan"), marks=pytest.mark.slow), None])
 def test_a_canary_that_refuses_bad_weights_refuses_the_candidate(ran: World, value: float | None) -> None:
     stage = stage_of(ran, f"bad_{str(value).lower()}")
     bad = spoilt(ran, stage.first, "model.norm.weight", value)
@@ -232,7 +237,9 @@ class Missing(Answering):
     status, body = 404, b"not found"
 
 
-@pytest.mark.parametrize("what", [Answering, Foreign, Missing])
+@pytest.mark.parametrize(
+    "what", [Answering, *(pytest.param(each, marks=pytest.mark.slow) for each in (Foreign, Missing))]
+)
 def test_foreign_server_as_canary_decides_nothing(ran: World, what: type[Answering]) -> None:
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), what) as server:
         thread = Thread(target=server.serve_forever)
@@ -254,6 +261,7 @@ def test_foreign_server_as_canary_decides_nothing(ran: World, what: type[Answeri
     ), "nothing was recorded that a later run would find"
 
 
+@pytest.mark.slow
 def test_a_canary_that_another_run_takes_over_decides_nothing(ran: World) -> None:
     stage = stage_of(ran, "shared")
     other = open_artifact(ran.store, stage.second)

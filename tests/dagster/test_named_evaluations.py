@@ -112,6 +112,7 @@ def test_evaluation_of_an_iteration_is_found_and_a_second_call_plays_nothing(des
     assert played["costs"]["engine_tokens"] > 0
 
 
+@pytest.mark.slow
 def test_killed_evaluation_keeps_every_finished_task_and_loses_no_digest(desk: Desk) -> None:
     asked = ("evaluate", "tiny/base", "--split", "train", "--samples", "1", "--set", "rollouts.concurrency=1")
     killed = desk.process(*asked, **{KILL_VARIABLE: "task-committed:3"})

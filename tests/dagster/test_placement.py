@@ -58,6 +58,7 @@ def test_gpus_are_requested_by_the_name_of_their_resource() -> None:
         "placement.trainer.memory=64",
         "placement.steps.cpu=0",
         "placement.trainer.gpu_resource=two gpus",
+        "placement.trainer.gpu_resource=gpu",  # Kubernetes refuses a name without a domain, after the rollouts
         "placement.steps.node_selector={pool: 'a b'}",
         "placement.steps.tolerations=[{key: spot, effect: Sometimes}]",
         "placement.trainer.gpus=8",

@@ -125,6 +125,7 @@ def test_what_a_step_launches_is_in_its_trace(monkeypatch: pytest.MonkeyPatch) -
         assert [found.path(span) for span in found.named("train")] == [["step", "train"]]
 
 
+@pytest.mark.slow
 def test_a_step_that_is_told_to_end_sends_its_spans_first(monkeypatch: pytest.MonkeyPatch) -> None:
     with collecting(monkeypatch, OTEL_BSP_SCHEDULE_DELAY="600000") as found:
         process = subprocess.Popen([sys.executable, "-c", ENDED], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)

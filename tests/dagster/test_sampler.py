@@ -127,6 +127,7 @@ def test_an_engine_that_has_stopped_is_replaced_by_the_next_lease(policies: tupl
         sampler.close()
 
 
+@pytest.mark.slow
 def test_a_server_by_address_gives_the_same_tokens(policies: tuple[Artifact, Artifact], address: str) -> None:
     sampler, near = SamplerResource(), BuiltinConfig(threads=1)
     far = OpenAIConfig(base_url=address)

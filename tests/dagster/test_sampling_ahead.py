@@ -29,6 +29,7 @@ def sample(experiment: Any, ref: Any, theirs: Connection) -> None:
         theirs.send({partition: None})
 
 
+@pytest.mark.slow
 def test_closed_display_does_not_stop_the_iterations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ahead, "_sample", sample)
     monkeypatch.setattr(ahead, "has_ref", lambda *_: False)

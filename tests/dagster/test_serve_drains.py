@@ -51,6 +51,7 @@ def start(ran: World) -> Iterator[Callable[..., Server]]:
         server.end()
 
 
+@pytest.mark.slow
 async def test_a_server_started_before_the_first_policy_becomes_ready_with_it(
     ran: World, policies: list[Artifact], start: Callable[..., Server]
 ) -> None:

@@ -7,6 +7,7 @@ import json
 import re
 from typing import Any
 
+import kubernetes_validate
 import pytest
 import yaml
 from helm_python import HelmError
@@ -110,6 +111,42 @@ def test_names_that_kubernetes_refuses_are_refused_by_the_chart() -> None:
         assert render(values, "r" * longest)
         with pytest.raises(HelmError, match=f"{name}e.* characters, but the name of a .* has at most"):
             render(values, "r" * (longest + 1))
+
+
+@pytest.mark.parametrize("release", ["7b", "2026", "my.night"])
+def test_releases_whose_services_kubernetes_refuses_are_refused_by_the_chart(release: str) -> None:
+    with pytest.raises(HelmError, match=f"{release}-.*rename the release {release}"):
+        render({}, release)
+
+
+def test_names_that_yaml_reads_as_other_types_stay_strings() -> None:
+    """on is a boolean there, 100 a number and null nothing; Kubernetes takes all of them for names."""
+    nodes = {"priorityClassName": "100"}
+    serving = {
+        "samplers": [{"experiment": "on", **nodes}],
+        "engines": [{"experiment": "on", "replicas": 1, "image": "v:1", "model": "/m", "env": {"Y": "1"}, **nodes}],
+        "routers": [{"experiment": "on", "to": "samplers", "keySecret": "100", "webhookSecret": "100", **nodes}],
+        "bridges": [
+            {"experiment": "on", **dict.fromkeys(("keySecret", "tlsSecret", "policyClaim", "envSecret"), "100")}
+        ],
+    }
+    secret, storage = {"existingSecret": "100"}, {"storage": {"className": "100"}}
+    values = {
+        **serving,
+        **dict.fromkeys(("webserver", "daemon"), nodes),
+        "store": {"url": "s3://100/store", "logsBucket": "200", "pipesBucket": "300", "createBuckets": True},
+        "s3": {**secret, "server": {"enabled": True, **storage, **nodes}},
+        "postgres": {**secret, "passwordKey": "100", **storage, **nodes},
+        "redis": {"enabled": True, **secret, **nodes},
+        "envd": {**secret, "secretKey": "100", **nodes},
+        "code": {"envSecret": "100", **nodes},
+        "runs": {"executor": "k8s", "pool": {"replicas": 1}, "envSecret": "100", **nodes},
+        "experiments": {"configMap": "100"},
+        "imagePullSecrets": ["100"],
+        "extraEnv": {"ON": "1"},
+    }
+    for each in render(values, "true", "2026"):
+        kubernetes_validate.validate(each, "1.33", strict=True)
 
 
 def test_every_value_is_explained() -> None:

@@ -50,6 +50,10 @@ class Cluster:
         self.policies: dict[str, dict[str, Any]] = {}
         self.classes = {"sandboxed": "runsc", "vm": "kata-qemu", "plain": "runc"}
         self.broken_image = "registry.invalid/none"
+        self.has_nodes = True
+        """Whether pods find a node."""
+        self.busy: list[int] = []
+        """Statuses that the next requests for one pod get, whatever they do."""
         self.processes: dict[str, asyncio.subprocess.Process] = {}
 
     def app(self) -> Starlette:
@@ -93,15 +97,25 @@ class Cluster:
         for volume in container["volumeMounts"]:
             (self.directory / name / volume["mountPath"].lstrip("/")).mkdir(parents=True)
         self.pods[name] = {**pod, "status": {"phase": "Pending"}, "asked": 0}
-        return JSONResponse(self.pods[name], 201)
+        return self._busy() or JSONResponse(self.pods[name], 201)
 
     async def get(self, request: Request) -> JSONResponse:
         pod = self.pods.get(request.path_params["name"])
         if pod is None:
             return _status(404, f'pods "{request.path_params["name"]}" not found')
+        if (refused := self._busy()) is not None:
+            return refused
         pod["asked"] += 1
         image = pod["spec"]["containers"][0]["image"]
-        if image == self.broken_image:
+        if not self.has_nodes:
+            unplaced = {
+                "type": "PodScheduled",
+                "status": "False",
+                "reason": "Unschedulable",
+                "message": "0/1 nodes fit",
+            }
+            pod["status"] = {"phase": "Pending", "conditions": [unplaced]}
+        elif image == self.broken_image:
             waiting = {"reason": "ErrImagePull", "message": f"failed to pull {image}"}
             pod["status"] = {"phase": "Pending", "containerStatuses": [_container(image, {"waiting": waiting})]}
         elif pod["asked"] > 1:
@@ -117,6 +131,8 @@ class Cluster:
     async def delete(self, request: Request) -> JSONResponse:
         if request.path_params["name"] not in self.pods:
             return _status(404, "not found")
+        if (refused := self._busy()) is not None:
+            return refused
         await self._remove(request.path_params["name"])
         return _status(200, "deleted")
 
@@ -184,6 +200,9 @@ class Cluster:
                     return
                 stdin.write(data[1:])
                 await stdin.drain()
+
+    def _busy(self) -> JSONResponse | None:
+        return _status(self.busy.pop(0), "busy") if self.busy else None
 
     def _chosen(self, request: Request) -> list[dict[str, Any]]:
         key, _, value = request.query_params["labelSelector"].partition("=")

@@ -78,6 +78,7 @@ def test_code_whose_caller_leaves_is_interrupted(namespaces: Harness) -> None:
     assert text == "1" and seconds < 9
 
 
+@pytest.mark.slow
 def test_calls_at_once_share_one_interpreter_and_end_no_other_call(namespaces: Harness) -> None:
     async def job(sandbox: ManagedSandbox) -> tuple[list[ToolResult], ToolResult, list[ToolResult]]:
         first = await asyncio.gather(*(sandbox.call(python("import os, time; os.getpid()")) for _ in range(4)))

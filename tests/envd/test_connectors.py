@@ -346,6 +346,7 @@ def test_a_server_in_the_sandbox_itself_is_reached(namespaces: Harness) -> None:
     assert found.startswith("HTTP 200 OK\n") and found.endswith("def add(a, b):\n    return a - b")
 
 
+@pytest.mark.slow
 def test_bodies_without_end_are_bounded_in_bytes_and_time(routed: Harness, site: str) -> None:
     giant, page, drip = run(
         routed,
@@ -516,6 +517,7 @@ def test_a_malformed_page_is_shown_up_to_where_it_is(namespaces: Harness) -> Non
     assert shown.startswith("file:///a.html\n1: before\n2: [1] odd") and odd.startswith("error: ")
 
 
+@pytest.mark.slow
 def test_a_page_that_takes_too_long_to_read_ends_at_the_deadline_and_another_opens(namespaces: Harness) -> None:
     files = {"slow.html": b"<!--" * 260_000, "a.txt": b"text\n"}
     slow, other = run(

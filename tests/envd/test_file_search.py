@@ -80,6 +80,7 @@ def searched(root: Path, *queries: dict[str, Any]) -> list[pb.FileSearchReply]:
     return with_agent(root, job)
 
 
+@pytest.mark.slow
 def test_plain_python_finds_what_ripgrep_finds(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ripgrep = searched(root, *QUERIES)
     monkeypatch.setattr(filesearch, "candidates", lambda name: [] if name == "rg" else ["python3"])

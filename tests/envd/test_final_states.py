@@ -49,7 +49,11 @@ def test_what_cannot_be_read_is_left_out_and_the_edit_still_counts(namespaces: H
     assert finished(namespaces, command) == finished(namespaces)
 
 
-OVER = ["head -c 60000000 /dev/urandom > x", "yes | head -c 60000000 > x", "yes '' | head -c 20000000 >> calc.py"]
+OVER = [
+    pytest.param("head -c 60000000 /dev/urandom > x", marks=pytest.mark.slow),
+    "yes | head -c 60000000 > x",
+    "yes '' | head -c 20000000 >> calc.py",
+]
 
 
 @pytest.mark.parametrize("command", OVER)

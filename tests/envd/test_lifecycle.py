@@ -126,6 +126,7 @@ def test_a_killed_helper_ends_its_server_which_leaves_nothing(role: str, capfd: 
     assert "restart envd" in said and "Traceback" not in said
 
 
+@pytest.mark.slow
 def test_a_server_that_hangs_after_a_helper_died_tells_where_and_ends(tmp_path: Path) -> None:
     code = (
         "import asyncio, functools, sys\n"
@@ -340,6 +341,7 @@ async def until_answered(calls: Iterator[Awaitable[object]]) -> None:
         await asyncio.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_a_server_that_is_killed_while_it_starts_again_is_started_once_more() -> None:
     resource, config = SandboxesResource(), SandboxesConfig(backend="plain")
 
@@ -362,6 +364,7 @@ def test_a_server_that_is_killed_while_it_starts_again_is_started_once_more() ->
         resource.close()
 
 
+@pytest.mark.slow
 def test_a_server_that_keeps_dying_is_given_up_and_the_next_request_starts_another() -> None:
     resource, config = SandboxesResource(), SandboxesConfig(backend="plain")
 
@@ -391,6 +394,7 @@ def server_listens(address: str) -> bool:
         return probe.connect_ex(address.removeprefix("unix:")) == 0
 
 
+@pytest.mark.slow
 def test_a_client_finds_a_server_that_came_back(tmp_path: Path) -> None:
     address = f"unix:{tmp_path}/s"
     command = [sys.executable, "-m", "envd", "serve", "--listen", address, "--backend", "plain", "--log-level", "error"]

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from envd.backends.base import IsolationLevel
+from envd.backends.pods import api
 from envd.backends.pods import backend as pods
 from envd.backends.pods import manifest as pods_manifest
 from envd.errors import BackendUnavailable, SandboxGone, SandboxStartError
@@ -49,7 +50,7 @@ def test_a_pod_has_no_rights_no_network_and_an_end(machines: Machines, cluster: 
         assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
         assert container["securityContext"]["allowPrivilegeEscalation"] is False
         assert container["resources"]["limits"] == {"memory": "416Mi", "cpu": "1000m"}
-        assert spec["activeDeadlineSeconds"] == 660
+        assert spec["activeDeadlineSeconds"] == 120 + 600 + 60, "a slow start takes none of its lifetime"
         policy = cluster.policies[pods_manifest.POLICY]["spec"]
         assert policy["policyTypes"] == ["Ingress", "Egress"] and "egress" not in policy
         assert policy["podSelector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
@@ -127,6 +128,36 @@ def test_an_image_that_can_not_be_had_is_told_in_the_clusters_words(
     with pytest.raises(SandboxStartError, match="ErrImagePull: failed to pull"):
         machines.run(lambda here: here.create())
     assert cluster.pods == {}
+
+
+def test_a_pod_without_a_node_is_told_in_the_clusters_words(
+    machines: Machines, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pods, "START_S", 0.1)
+    monkeypatch.setattr(cluster, "has_nodes", False)
+    with pytest.raises(SandboxStartError, match="Unschedulable: 0/1 nodes fit"):
+        machines.run(lambda here: here.create())
+    assert cluster.pods == {}
+
+
+def test_an_api_server_that_is_busy_for_a_moment_loses_no_sandbox(
+    machines: Machines, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(api, "_FIRST_PAUSE_S", 0.01)
+
+    async def job(here: Machines) -> None:
+        cluster.busy[:] = [500, 429, 503]  # the first reply to the creation is lost
+        box = await here.create()
+        assert await says(box, "echo well") == "well" and len(cluster.pods) == 1
+        cluster.busy[:] = [429, 504]
+        await box.destroy()
+        assert cluster.pods == {} and not cluster.busy
+
+    machines.run(job)
+    cluster.busy[:] = [403, *[500] * 5]
+    with pytest.raises(SandboxStartError, match=r"refused create_namespaced_pod: busy .*its deadline ends it"):
+        machines.run(lambda here: here.create())
+    cluster.pods.clear()
 
 
 def test_pods_of_a_server_that_was_killed_are_removed(

@@ -158,7 +158,7 @@ def test_what_does_not_fit_is_refused_in_words(machines: Machines) -> None:
         with pytest.raises(SandboxStartError, match="did not start"):
             await here.restore(taken)
         (taken / "state").unlink()
-        with pytest.raises(SandboxStartError, match="no whole snapshot"):
+        with pytest.raises(SandboxStartError, match="incomplete snapshot"):
             await here.restore(taken)
         with pytest.raises(SandboxStartError, match="no snapshot"):
             await here.restore(here.fresh("nothing"))

@@ -173,6 +173,7 @@ def test_the_same_idempotency_key_of_two_bearer_keys_makes_two_sandboxes(tmp_pat
         run(job)
 
 
+@pytest.mark.slow
 def test_many_calls_of_one_key_make_the_server_forget_no_answer_of_another(tmp_path: Path) -> None:
     async def job(client: OperationsClient, other: OperationsClient) -> None:
         template = await client.put_template({"a": b""})

@@ -126,6 +126,7 @@ async def offered(servicer: Silent | Slow, address: str) -> AsyncIterator[None]:
         await server.stop(None)
 
 
+@pytest.mark.slow
 def test_a_silent_target_holds_no_sandbox_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_CONNECT_S", "_IDLE_S", "_RESTORE_S", "_SETTLE_S"):
         monkeypatch.setattr(migration, name, 1.0)

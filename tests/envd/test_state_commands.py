@@ -133,6 +133,7 @@ def test_wrong_handles_ids_and_servers_are_one_clear_error(command: Command, han
     assert "nothing" in command.fails("restore", "nothing")
 
 
+@pytest.mark.slow
 def test_a_server_that_does_not_answer_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["restore", "x", "--address", f"unix:{tmp_path}/none"]) == 1
     assert "no server answers" in capsys.readouterr().err

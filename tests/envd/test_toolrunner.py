@@ -185,6 +185,7 @@ def test_every_call_is_answered_as_on_a_directory(root: Path, tmp_path: Path) ->
     assert tree(root) == tree(copy)
 
 
+@pytest.mark.slow
 def test_without_ripgrep_search_says_the_same(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     odd(root)
     searches = [each for each in CALLS if each.name == "search"]
@@ -231,6 +232,7 @@ def test_a_turn_is_answered_in_order_and_each_call_sees_what_came_before(root: P
     ]
 
 
+@pytest.mark.slow
 def test_commands_too_large_for_one_request_run_alone_or_say_so(root: Path) -> None:
     large, larger = "x" * (MAX_FRAME * 2 // 3), "x" * MAX_FRAME
     turn = [

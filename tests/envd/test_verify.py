@@ -177,6 +177,7 @@ def _words_of(process: Path) -> bytes:
         return b""
 
 
+@pytest.mark.slow
 def test_waiting_for_others_verifications_is_no_fault(namespaces: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(envd.client, "RPC_GRACE_S", 0.75)  # so that the line is longer than an RPC's deadline
     loops = 12 * (os.cpu_count() or 1)

@@ -69,7 +69,7 @@ def refused_at(folder: Path, name: str, arguments: dict[str, Any], spaced: bool)
     return None
 
 
-@pytest.mark.parametrize("spaced", [False, True])
+@pytest.mark.parametrize("spaced", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("name", "arguments"), TAKEN)
 def test_the_grammar_takes_each_valid_call(folder: Path, name: str, arguments: dict[str, Any], spaced: bool) -> None:
     assert check_arguments(name, arguments) is None

@@ -20,10 +20,11 @@ from contracts.errors import ConfigError
 from contracts.store import open_store
 from curation.tasks.suite import TaskSuiteConfig
 from curation.tokenizer import build_tokenizer
-from inference.engines import BuiltinConfig, OpenAIConfig, open_engine
-from inference.engines.base import SamplingParams
+from inference.engines import BuiltinConfig, OpenAIConfig, SglangConfig, VllmConfig, open_engine
+from inference.engines.base import SamplingParams, collect
 from inference.engines.outside import OutsideEngine, connected, open_outside
-from inference.errors import EngineError, StaleVersion
+from inference.engines.vllm import VllmEngine
+from inference.errors import EngineError, EngineStopped, StaleVersion
 from ops import policies
 
 pytestmark = pytest.mark.anyio
@@ -38,6 +39,10 @@ class _Server(BaseHTTPRequestHandler):
     tokenizer: ClassVar[Tokenizer | None] = None
     raw: ClassVar[tuple[str, bytes] | None] = None
     """Content type and body of completions, in place of its own."""
+    status: ClassVar[int] = 200
+    """Of completions."""
+    asked: ClassVar[dict[str, Any]] = {}
+    """Body of the last request for a completion."""
 
     def do_GET(self) -> None:
         card = {"id": "policy", "object": "model", "owned_by": "vllm", "root": SERVED, "parent": None}
@@ -45,6 +50,7 @@ class _Server(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        _Server.asked = body
         token = body.get("seed", 0) % 65_537
         choice: dict[str, Any] = {
             "token_ids": [token],
@@ -54,11 +60,11 @@ class _Server(BaseHTTPRequestHandler):
         if self.tokenizer is not None and isinstance(body["prompt"], str):
             choice["prompt_token_ids"] = self.tokenizer.encode(body["prompt"], add_special_tokens=False).ids
         answer = {"model": body["model"], "choices": [choice], "usage": {"prompt_tokens": len(body["prompt"])}}
-        self._reply(answer, self.raw)
+        self._reply(answer, self.raw, self.status)
 
-    def _reply(self, reply: dict[str, Any], raw: tuple[str, bytes] | None = None) -> None:
+    def _reply(self, reply: dict[str, Any], raw: tuple[str, bytes] | None = None, status: int = 200) -> None:
         kind, body = raw or ("application/json", json.dumps(reply).encode())
-        self.send_response(200)
+        self.send_response(status)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
@@ -102,6 +108,16 @@ async def test_turns_of_one_episode_get_random_numbers_of_their_own(address: str
     await engine.close()
 
 
+async def test_preferences_of_the_model_are_overridden(address: str) -> None:
+    """Those of generation_config.json, such as Qwen2.5's repetition_penalty, would change the distribution."""
+    engine = open_engine(OpenAIConfig(base_url=address), Path(SERVED), "ab" * 32)
+    await engine.generate([1], SamplingParams(0.5, 1, 0, (7,)))
+    assert {"temperature": 0.5, "top_p": 1, "top_k": -1, "min_p": 0.0}.items() <= _Server.asked.items()
+    penalties = {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
+    assert {**penalties, "stop_token_ids": [7], "ignore_eos": True}.items() <= _Server.asked.items()
+    await engine.close()
+
+
 @pytest.mark.parametrize(
     "reply",
     ["null", "5", "[" * 100_000, '{"choices": [null]}', '{"choices": 5}', '{"error": "lost"}', '{"model": "policy"}'],
@@ -129,6 +145,52 @@ async def test_a_reply_without_end_is_an_error_of_the_engine(address: str, monke
     monkeypatch.setattr(_Server, "raw", ("text/event-stream", b"data: " + b" " * (2 << 20)))
     with pytest.raises(EngineError, match="more than 1 MiB"):
         await anext(engine.stream([1], params))
+    await engine.close()
+
+
+@pytest.mark.parametrize("text", ["\u0085", "\u2028", "\u2029", "\U0001f642"])
+async def test_events_end_at_line_ends_alone(address: str, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    choice = {"text": text, "token_ids": [7], "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "length"}
+    event = json.dumps({"model": "policy", "choices": [choice]}, ensure_ascii=False)
+    monkeypatch.setattr(_Server, "raw", ("text/event-stream", f"data: {event}\r\n\r\ndata: [DONE]".encode()))
+    engine = open_engine(OpenAIConfig(base_url=address), Path(SERVED), "ab" * 32)
+    made = await collect(engine.stream([1], SamplingParams(1.0, 1, 0)))
+    assert made.token_ids == [7]
+    await engine.close()
+
+
+@pytest.mark.parametrize("status", [408, 425, 429, 503])
+async def test_a_busy_server_has_a_fault_that_another_replica_may_not_have(
+    address: str, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    monkeypatch.setattr(_Server, "status", status)
+    engine = open_engine(OpenAIConfig(base_url=address), Path(SERVED), "ab" * 32)
+    with pytest.raises(EngineStopped, match=f"answered {status}"):
+        await engine.generate([1], SamplingParams(1.0, 4, 0))
+    await engine.close()
+
+
+@pytest.mark.parametrize(
+    ("url", "said"), [("https://engine.invalid", "can't be reached .ProxyError"), ("http://xn--", "is not the address")]
+)
+async def test_an_address_that_leads_to_no_engine_is_named(
+    address: str, monkeypatch: pytest.MonkeyPatch, url: str, said: str
+) -> None:
+    monkeypatch.setenv("HTTPS_PROXY", address)  # which refuses to connect further
+    engine = open_engine(OpenAIConfig(base_url=url), Path(SERVED), "ab" * 32)
+    with pytest.raises(EngineError, match=f"{url}/models {said}"):
+        await engine.version()
+    await engine.close()
+
+
+@pytest.mark.parametrize("kind", ["vllm", "fleet", "sglang"])
+async def test_another_reply_about_the_server_is_an_error_of_the_engine(address: str, kind: str) -> None:
+    here = address.removesuffix("/v1")
+    urls = f"{here},{here.replace('127.0.0.1', 'localhost')}"  # one odd server must not end a fleet
+    config = SglangConfig(kind="sglang", base_url=here) if kind == "sglang" else VllmConfig(base_url=here)
+    engine = open_engine(VllmConfig(base_url=urls) if kind == "fleet" else config, Path(SERVED), "ab" * 32)
+    with pytest.raises(EngineError, match=r"/(weight|server)_info sent an invalid reply"):
+        await (engine.mark() if isinstance(engine, VllmEngine) else engine.version())
     await engine.close()
 
 

@@ -99,6 +99,22 @@ async def test_a_late_turn_goes_on_at_the_replica_with_the_first_token(
     assert caplog.text.count("hedged 2 of 2 turns; 1 began at the second replica") == 1
 
 
+async def test_the_router_learns_from_streams_that_are_closed_at_their_last_piece(policy: Path) -> None:
+    for delay_s in (None, 60.0):
+        engine, _, _ = opened(policy, delay_s=delay_s)
+        await engine.version()
+        before = vars(engine._router._columns.rates).copy()
+        for each in engine._replicas.values():
+            each._failures = 3
+        for seed in range(8):
+            made = await collect(engine.stream([seed, 6, 7], PARAMS))
+        after = vars(engine._router._columns.rates)
+        assert after["prefill_s"] != before["prefill_s"], "their speed"
+        assert engine._router._length == len(made.token_ids) == PARAMS.max_tokens, "their length"
+        assert 0 in {each._failures for each in engine._replicas.values()}, "that they are well"
+        await engine.close()
+
+
 async def test_without_a_delay_or_another_replica_a_late_turn_is_waited_for(policy: Path) -> None:
     for replicas, delay_s in ((2, None), (1, 0.01)):
         engine, made, begun = opened(policy, replicas, delay_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import random
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,6 +25,7 @@ GIB = 2**30
 SHAPE = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
 """128 KiB a token at two bytes a number."""
 FP8 = {"quant_method": "fp8"}
+ONE = [{"kind": "H100-80GB", "count": 1}]
 
 
 def write_model(folder: Path, weights: int, shape: Mapping[str, Any] = SHAPE) -> Path:
@@ -242,6 +244,14 @@ def test_gpus_that_are_given_twice_are_refused(tmp_path: Path) -> None:
         ({"kind": "H100-80GB", "count": 1}, {"context": 0}, r"services.policy.context"),
         ({"kind": "H100-80GB", "count": 1}, {"replicas": 2}, r"services.policy.replicas: Extra inputs"),
         ({"kind": "H100-80GB", "count": 1}, {"model": "nowhere"}, r"nowhere: its config.json can't be read"),
+        ({"kind": "mine", "memory_gib": math.inf, "count": 1}, {}, r"gpus.0.memory_gib: Input should be less"),
+        ({"kind": "H100-80GB", "count": 1}, {"value": math.inf}, r"services.policy.value: Input should be less"),
+        (
+            {"kind": "H100-80GB", "count": 1},
+            {"reserve_gib": 1e308},
+            r"services.policy.reserve_gib: Input should be less",
+        ),
+        ({"kind": "H100-80GB", "count": 1}, {"tensor_parallel": [0]}, r"tensor_parallel.0: Input should be greater"),
     ],
 )
 def test_a_bad_file_is_one_clear_error(
@@ -250,3 +260,18 @@ def test_a_bad_file_is_one_clear_error(
     write_model(tmp_path / "m", GIB)
     with pytest.raises(ConfigError, match=words):
         solve(read(tmp_path, [gpus], {"policy": {"model": "m", "context": 10, "sequences": 1, **service}}))
+
+
+@pytest.mark.parametrize("wrong", [{"num_hidden_layers": "48"}, {"head_dim": -1}, {"num_attention_heads": "32"}])
+def test_a_config_that_is_none_of_a_model_is_one_clear_error(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    write_model(tmp_path / "m", GIB, {**SHAPE, **wrong})
+    with pytest.raises(ConfigError, match=r"m: its config.json is none of a model"):
+        solve(read(tmp_path, ONE, {"policy": {"model": "m", "context": 10, "sequences": 1}}))
+
+
+@pytest.mark.parametrize("size", ["0", "-5", "Infinity"])
+def test_an_index_that_tells_no_size_is_one_clear_error(tmp_path: Path, size: str) -> None:
+    index = write_model(tmp_path / "m", GIB) / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace(str(GIB), size))
+    with pytest.raises(ConfigError, match=r"m: model.safetensors.index.json has no metadata.total_size"):
+        solve(read(tmp_path, ONE, {"policy": {"model": "m", "context": 10, "sequences": 1}}))

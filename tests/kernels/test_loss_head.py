@@ -231,6 +231,7 @@ class _Largest(TorchDispatchMode):
         return result
 
 
+@pytest.mark.slow
 def test_no_tensor_is_as_large_as_a_fifth_of_the_logits(way: Way) -> None:
     tokens, vocabulary, width = way.pick((128, 800, 8), (4096, 151936, 256))
     hidden, weight, targets = (part.to(way.device) for part in inputs(tokens, vocabulary, width))

@@ -82,7 +82,9 @@ def test_any_shape(way: Way, tokens: int, heads: int, half: int, seed: int, dtyp
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("columns", "heads"), [(128, 32), pytest.param(2048, 1, marks=pytest.mark.slow), (2056, 1)])
+@pytest.mark.parametrize(
+    ("columns", "heads"), [(128, 32), *(pytest.param(columns, 1, marks=pytest.mark.slow) for columns in (2048, 2056))]
+)
 def test_sizes_of_models(way: Way, columns: int, heads: int, dtype: torch.dtype) -> None:
     """More rows than a pass of the backward's programs holds; on a GPU 16,384 tokens."""
     tokens = way.pick(70 if heads == 1 else 10, 16384)

@@ -16,6 +16,7 @@ from contracts.errors import ConfigError
 from contracts.store import open_store
 from resources.channel import PIPES_BUCKET
 from resources.errors import LaunchFailed
+from resources.kubernetes.client import Api, ApiUnreachable
 from resources.kubernetes.settings import ENVIRONMENT, IMAGE
 from resources.launch import Launch
 from resources.placement import TrainerPlacement
@@ -138,6 +139,18 @@ def test_pods_that_do_not_start_are_explained_in_the_words_of_the_cluster(
     options["placement"] = {**options.get("placement", {}), "start_timeout_s": 1}
     with pytest.raises(LaunchFailed, match=rf"within placement.trainer.start_timeout_s = 1 s: .*{said}"):
         launch_as_job(script(tmp_path, "exec sleep 60", **options))
+    await_empty(cluster)
+
+
+def test_events_that_can_not_be_read_end_no_training_that_waits(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(*_: object) -> None:
+        raise ApiUnreachable("etcd of events is away", 0)
+
+    monkeypatch.setattr(Api, "events", away)
+    with pytest.raises(LaunchFailed, match=r"start_timeout_s = 1 s: unknown, etcd of events is away"):
+        launch_as_job(script(tmp_path, "true", placement={"queue": "night", "start_timeout_s": 1}))
     await_empty(cluster)
 
 

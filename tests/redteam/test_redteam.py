@@ -18,7 +18,7 @@ _EACH = 5
 """Tasks at which each honest style is graded, beside one package."""
 _FORGED = [*cases(_QUICK, 1), *cases(handmade(), 1)]
 _HONEST = honest_cases(_LOCAL, _EACH)
-_SAMPLE = 16
+_SAMPLE = 48
 """Of so many states one is graded in every run of the suite."""
 _HANDMADE_MORE, _QUICK_MORE = ([world.with_one_more_test() for world in worlds] for worlds in (handmade(), _QUICK))
 _FORGED_MORE = [*cases(_QUICK_MORE, 1), *cases(_HANDMADE_MORE, 1)]

@@ -55,6 +55,7 @@ def many(like: Episode, number: int, tokens: int, clock: random.Random) -> Episo
     )
 
 
+@pytest.mark.slow
 def test_report_contains_a_thousand_short_episodes(pages: dict[int, bytes]) -> None:
     episodes = read_data(pages[100])["viewer"]["episodes"]
     assert len(episodes) == 1_000 and all("sequences" in each for each in episodes)

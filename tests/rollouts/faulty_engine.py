@@ -115,6 +115,14 @@ def _too_long(choice: dict[str, Any]) -> None:
     choice["policy_spans"][-1][2] = len(choice["token_ids"])
 
 
+def _without_stop(choice: dict[str, Any]) -> None:
+    choice["token_ids"][-1], choice["finish_reason"] = 5, "stop"
+
+
+def _empty(choice: dict[str, Any]) -> None:
+    choice |= {"token_ids": [], "logprobs": {"token_logprobs": []}, "policy_spans": [], "finish_reason": "length"}
+
+
 def _with_token(token: Any) -> Callable[[dict[str, Any]], None]:
     return lambda choice: choice["token_ids"].__setitem__(0, token)
 
@@ -126,6 +134,8 @@ def _with_logprob(logprob: Any) -> Callable[[dict[str, Any]], None]:
 _CHANGES: dict[str, Callable[[dict[str, Any]], None]] = {
     "wrong_version": _of_another_policy,
     "too_long": _too_long,
+    "without_stop": _without_stop,
+    "empty": _empty,
     "foreign_token": _with_token(10**7),
     "negative_token": _with_token(-5),
     "text_token": _with_token("5"),

@@ -87,7 +87,7 @@ def undisturbed(
         return sample(LocalStore(tmp_path_factory.mktemp("calm")), calm, envd, tokenizer)
 
 
-@pytest.mark.parametrize("kind", ["drop", "fail", "hang"])
+@pytest.mark.parametrize("kind", ["drop", "fail", pytest.param("hang", marks=pytest.mark.slow)])
 def test_lost_engine_reply_is_retried_with_equal_groups(
     kind: str, faults: Faults, undisturbed: str, tmp_path: Path, envd: LocalEnvd, tokenizer: ChatTokenizer
 ) -> None:
@@ -100,7 +100,7 @@ def test_lost_engine_reply_is_retried_with_equal_groups(
     "kind",
     [
         *("null", "deep", "too_long", "short_spans", "foreign_token", "negative_token", "text_token"),
-        *("null_logprob", "nan_logprob", "positive_logprob", "text_logprob"),
+        *("null_logprob", "nan_logprob", "positive_logprob", "text_logprob", "without_stop", "empty"),
     ],
 )
 def test_reply_that_no_policy_samples_is_retried_and_not_committed(

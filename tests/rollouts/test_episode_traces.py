@@ -113,6 +113,7 @@ def check_attributes(found: Collector, episodes: set[str]) -> None:
         assert secret not in said, "spans hold no prompts, files or outputs"
 
 
+@pytest.mark.slow
 def test_without_sampling_nothing_is_sent_and_episodes_are_the_same(
     tmp_path: Path, tokenizer: ChatTokenizer, untraced: Artifact, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,6 +147,7 @@ def worker(store: Path, address: str, **variables: str) -> Iterator[subprocess.P
         yield process
 
 
+@pytest.mark.slow
 def test_a_worker_that_continues_a_killed_one_joins_the_same_trace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -136,6 +136,7 @@ def test_twenty_tasks_with_forty_eight_groups_of_eight_give_384_episodes_of_thei
     assert 0 < made.dataset.table("train.parquet").num_rows <= 384
 
 
+@pytest.mark.slow
 def test_refill_and_dataset_call_the_same_groups_without_variance(
     envd: LocalEnvd, tokenizer: ChatTokenizer, verdicts: LocalStore
 ) -> None:

@@ -85,6 +85,7 @@ def test_episodes_do_not_depend_on_concurrency_and_their_logprobs_are_the_policy
             assert sampled is None or abs(sampled - scored) < 1e-4
 
 
+@pytest.mark.slow
 def test_episodes_of_routed_replicas_are_those_of_one_engine(
     random_policy: Path, envd: LocalEnvd, tokenizer: ChatTokenizer
 ) -> None:

@@ -148,6 +148,7 @@ class Halting:
         return self._oracle.act(task, observation) if observation.sample % 2 == 0 else ()
 
 
+@pytest.mark.slow
 def test_stopped_agent_run_goes_on_with_the_tasks_that_are_missing(tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
     suite = published(

@@ -316,7 +316,7 @@ def test_requirements_are_read_from(source: str) -> None:
     assert [each.replace(" ", "") for each in found.left_out] == (["b@git+https://x/y"] if source == "url" else [])
 
 
-@pytest.mark.parametrize("which", ["runtime", "other_runtime"])
+@pytest.mark.parametrize("which", ["runtime", pytest.param("other_runtime", marks=pytest.mark.slow)])
 def test_verdict_sees_the_packages_of_the_task_alone(
     which: str, request: pytest.FixtureRequest, store: Store, shown_by: str
 ) -> None:

@@ -102,6 +102,7 @@ def test_splits_of_a_suite_share_no_function_name(tasks: list[Task]) -> None:
     assert sum(map(len, seen.values())) == len(set().union(*seen.values()))
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_rows_and_another_seed_others(tasks: list[Task]) -> None:
     assert table_digest(tasks_table(tasks)) == table_digest(tasks_table(generate_tasks(TaskSuiteConfig())))
     assert not {task.digest for task in tasks} & {task.digest for task in generate_tasks(TaskSuiteConfig(seed=1))}

@@ -104,7 +104,8 @@ def test_a_vocabulary_without_room_for_the_words_is_refused() -> None:
         train_tokenizer(["some text"], NAMES, 300)
 
 
-@pytest.mark.parametrize("hash_seed", ["1", pytest.param("2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("hash_seed", ["1", "2"])
 def test_another_process_trains_the_same_tokenizer(
     tokenizer_artifact: Artifact, tmp_path: Path, hash_seed: str
 ) -> None:

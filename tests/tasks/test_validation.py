@@ -72,6 +72,7 @@ def test_a_built_suite_is_sound_and_for_each_family_three_cheats_and_all_other_o
         assert task.checks.decoys[0].tests == task.tests and task.checks.known == ()
 
 
+@pytest.mark.slow
 def test_building_again_elsewhere_gives_the_same_content(few: Artifact, envd_address: str, tmp_path: Path) -> None:
     assert _built(FEW, envd_address, tmp_path).ref.digest == few.ref.digest
 

@@ -23,7 +23,7 @@ def main(text: str, out: str) -> None:
         store = open_store(job.store)
         start = read_start(job, store, open_artifact(store, job.tokenizer))
         train, sources, _ = read_demonstrations(job, store, start.model["vocab_size"])
-        run = sft._Run(job, store, start, train, sources, (), ranks)
+        run = sft._Run(job, store, start, train, sources, (), (), ranks)
         assert isinstance(run._backend, TorchBackend)
         clip = run._backend.parameters.clip_gradients
         run._backend.parameters.clip_gradients = lambda limit: clip(float("inf"))  # type: ignore[method-assign]

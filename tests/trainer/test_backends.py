@@ -99,6 +99,7 @@ def test_one_process_of_fsdp2_trains_as_the_default_backend(world: World) -> Non
     assert {n: (t.dtype, t.shape) for n, t in one.items()} == {n: (t.dtype, t.shape) for n, t in other.items()}
 
 
+@pytest.mark.slow
 def test_a_supervised_job_of_fsdp2_starts_from_the_weights_of_a_checkpoint(world: World) -> None:
     base = run_job(world.sft_job("base", max_steps=20))
     assert base is not None
@@ -226,9 +227,9 @@ def test_gradients_of_a_minibatch_that_corrections_drop_are_forgotten(world: Wor
     rows, members = (whole.table(f"{name}.parquet").to_pylist() for name in ("train", "members"))
     first = minibatches([row["group_index"] for row in rows], 2, 5)[0]
     for index in first:
-        rows[index]["logprobs"] = [None if each is None else each + 1.0 for each in rows[index]["logprobs"]]
+        rows[index]["logprobs"] = [None if each is None else each - 1.0 for each in rows[index]["logprobs"]]
     dataset = world.dataset(rows, members)
-    config = STILL | {"corrections": {"veto": 0.5}, "optimizer_steps": 2}
+    config = STILL | {"corrections": {"sequence_rejection": {"low": 0.5, "high": 2.0}}, "optimizer_steps": 2}
     jobs = [world.rl_job(name, dataset, base.checkpoint, base.trainer_state, **config) for name in ("torch", backend)]
     expected = run_job(jobs[0])
     assert expected is not None and expected.metrics["skipped_steps"] == 1

@@ -119,9 +119,11 @@ def waiting_rank_is_stopped(ranks: Ranks, folder: Path) -> None:
 @pytest.mark.parametrize(
     "task",
     [
-        unlike_passes,
         failing_work,
-        *(pytest.param(each, marks=pytest.mark.slow) for each in (slow_snapshots, waiting_rank_is_stopped)),
+        *(
+            pytest.param(each, marks=pytest.mark.slow)
+            for each in (unlike_passes, slow_snapshots, waiting_rank_is_stopped)
+        ),
     ],
 )
 def test_ranks_await_a_slow_one_but_not_a_failed_one(task: Task, tmp_path: Path) -> None:

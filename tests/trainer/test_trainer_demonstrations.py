@@ -256,6 +256,7 @@ def mixed(world: World, name: str, **config: Any) -> SftJob:
     return world.sft_job(name, **config).model_copy(update={"mixture": (more,)})
 
 
+@pytest.mark.slow
 def test_a_killed_mixture_with_a_token_budget_continues_bit_for_bit(world: World) -> None:
     settings = {"batch_tokens": 100, "microbatch_tokens": 64, "schedule": "cosine"}
     undisturbed = run_job(mixed(world, "undisturbed", **settings))

@@ -123,6 +123,7 @@ def test_losses_of_the_sources_are_the_parts_of_the_loss(world: World) -> None:
     assert looked["validation_loss/few"] == pytest.approx(looked["validation_loss"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_by_the_system_continues_with_the_same_rows(world: World) -> None:
     settings = {"max_steps": 12, "snapshot_every": 2, "evaluate_every": 6}
     undisturbed = run_job(named(world, "undisturbed", **settings))

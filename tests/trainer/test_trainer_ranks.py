@@ -143,6 +143,7 @@ def test_ranks_end_with_a_killed_agent(world: World) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_all_ranks(world: World) -> None:
     agent = start(job_of(world, "stopped", 2, **LONG))
     pids = await_training(agent)
@@ -153,6 +154,7 @@ def test_ctrl_c_ends_all_ranks(world: World) -> None:
     assert all(ended(pid) for pid in pids.values())
 
 
+@pytest.mark.slow
 def test_more_ranks_than_demonstrations_in_a_batch_are_refused(world: World) -> None:
     agent = start(job_of(world, "many", 3, batch_size=2))
     _, err = agent.communicate(timeout=60)

@@ -86,7 +86,14 @@ def interrupted(world: World, job: RlJob) -> Artifact:
     return left
 
 
-@pytest.mark.parametrize("config", [{}, {"algorithm": Ppo()}, {"router_balance": 0.1}], ids=["grpo", "ppo", "balance"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param({}, id="grpo"),
+        pytest.param({"algorithm": Ppo()}, id="ppo", marks=pytest.mark.slow),
+        pytest.param({"router_balance": 0.1}, id="balance", marks=pytest.mark.slow),
+    ],
+)
 def test_a_killed_iteration_continues_bit_for_bit(world: World, job: RlJob, config: dict[str, Any]) -> None:
     whole, killed = (renamed(job, name, **config) for name in ("whole", "killed"))
     undisturbed = run_job(whole)

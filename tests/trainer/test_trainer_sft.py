@@ -77,6 +77,7 @@ def test_a_killed_job_resumes_from_its_snapshot_bit_for_bit(world: World, killed
     assert [row["step"] for row in map(json.loads, rows) if "loss" in row] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.slow
 def test_training_stops_on_the_criterion_once_copying_is_learned(world: World) -> None:
     job = world.sft_job(
         max_steps=400, evaluate_every=10, snapshot_every=1000, expected_solve=0.9, expected_form=0.9, consecutive=2
@@ -118,6 +119,7 @@ def test_the_mean_weights_of_the_last_steps_are_published(
     assert all(torch.equal(ours.leaf, theirs.leaf) for ours, theirs in pairs)
 
 
+@pytest.mark.slow
 def test_a_job_killed_while_it_averages_resumes_bit_for_bit(world: World) -> None:
     settings = {**EASY, "max_steps": 100, "average_steps": 4}
 

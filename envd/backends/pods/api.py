@@ -21,10 +21,14 @@ import aiohttp
 import yaml
 from kubernetes.aio import client, config
 
+from contracts.retries import backoff_s
 from envd.errors import BackendUnavailable, EnvdError, SandboxStartError
 
 _SERVICE = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _PATIENCE_S, _CLOSE_S = 30.0, 2.0
+_BUSY = (408, 429, 500, 502, 503, 504)
+"""HTTP statuses of an API server that may answer the same request later."""
+_TRIES, _FIRST_PAUSE_S = 5, 0.2
 _PROTOCOLS = ("v5.channel.k8s.io", "v4.channel.k8s.io")
 _MESSAGE = 8 * 1024 * 1024
 _PIECE = 64 * 1024
@@ -77,19 +81,25 @@ class Api:
     async def ask(self, call: Callable[..., Awaitable[Any]], body: Any = None, **query: Any) -> Any:
         """Make one request by a method of the typed clients, in the namespace if the method takes one.
 
-        Raises ApiError with the server's message.
+        A busy server is asked again: what the request creates or deletes may then be there, or gone. Raises ApiError
+        with the server's message.
         """
         name = getattr(call, "__name__", "request")
         query |= {"namespace": self.namespace} if "_namespaced_" in name else {}
         query |= {"body": body} if body is not None else {}
-        try:
-            return await call(**query, _request_timeout=_PATIENCE_S)
-        except client.ApiException as error:
-            raise ApiError(f"Kubernetes at {self.url} refused {name}: {_message(error)}", error.status) from error
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise ApiError(f"Kubernetes at {self.url} does not answer {name}: {error!r}", 0) from error
-        except ValueError as error:
-            raise ApiError(f"Kubernetes at {self.url} sent an invalid reply to {name}: {error}", 0) from error
+        for failures in range(1, _TRIES + 1):
+            try:
+                return await call(**query, _request_timeout=_PATIENCE_S)
+            except client.ApiException as error:
+                if error.status not in _BUSY or failures == _TRIES:
+                    said = f"Kubernetes at {self.url} refused {name}: {_message(error)}"
+                    raise ApiError(said, error.status) from error
+            except (aiohttp.ClientError, OSError, TimeoutError) as error:
+                raise ApiError(f"Kubernetes at {self.url} does not answer {name}: {error!r}", 0) from error
+            except ValueError as error:
+                raise ApiError(f"Kubernetes at {self.url} sent an invalid reply to {name}: {error}", 0) from error
+            await asyncio.sleep(backoff_s(failures, _FIRST_PAUSE_S))
+        raise AssertionError("the loop returns or raises")
 
     async def exec(self, pod: str, container: str, command: Sequence[str]) -> ExecStream:
         """Run a command in a pod with its standard streams. Raises SandboxStartError."""

@@ -19,11 +19,12 @@ import tarfile
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from contracts.owned import is_abandoned, owned_name
 from envd.backends.base import BoxSpec, Features, IsolationLevel, Usage
 from envd.backends.pods.api import Api, ApiError, ExecStream, connect
-from envd.backends.pods.manifest import CONTAINER, SERVER, network_policy, pod_manifest
+from envd.backends.pods.manifest import CONTAINER, SERVER, START_S, network_policy, pod_manifest
 from envd.backends.probing import probe
 from envd.backends.vm.machine import GUEST_PATH
 from envd.backends.workspace_tar import NAME, load_packages, load_workspace, save_workspace
@@ -32,7 +33,7 @@ from envd.guest.link import GuestLink
 from envd.sandbox.place import sandbox_environment
 
 _GUEST = ["/usr/local/bin/envd-guest", "--stdio", "--workspace", "/workspace", "--scratch", "/tmp/.envd"]
-_START_S, _PROBE_S = 120.0, 180.0
+_PROBE_S = 180.0
 _NO_IMAGE = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName")
 _LEVELS = (("runsc", IsolationLevel.KERNEL), ("gvisor", IsolationLevel.KERNEL), ("kata", IsolationLevel.MACHINE))
 
@@ -173,9 +174,10 @@ class PodsBackend:
                 server=self._label,
                 packages=None if packages is None else (str(self._packages), (packages / NAME).stat().st_size),
             )
-            await self._api.ask(self._api.core.create_namespaced_pod, manifest)
-            async with asyncio.timeout(_START_S):
-                await self._running(pod)
+            until = asyncio.get_running_loop().time() + START_S
+            await self._create(manifest)
+            await self._running(pod, until)
+            async with asyncio.timeout_at(until):
                 stream = await self._api.exec(pod, CONTAINER, _GUEST)
                 guest = await GuestLink.over_socket(stream.sock)
                 env = {**sandbox_environment("/tmp"), "PATH": GUEST_PATH, **spec.env}
@@ -187,18 +189,30 @@ class PodsBackend:
             said = stream.said if stream is not None else ""
             if stream is not None:
                 await stream.close()
-            await self._delete(pod)
+            try:
+                await self._delete(pod)
+            except ApiError as left:
+                said = f"{said}; {left}: its deadline ends it"
             if isinstance(error, (EnvdError, OSError, TimeoutError)):
-                raise SandboxStartError(
-                    f"pod {pod} did not become a sandbox: {error or f'not within {_START_S:g} s'} {said}".rstrip()
-                ) from error
+                why = str(error) or f"its agent did not answer within {START_S:g} s"
+                raise SandboxStartError(f"pod {pod} did not become a sandbox: {why} {said}".rstrip()) from error
             raise
         box = PodBox(self, spec, pod, stream, guest)
         self._boxes.add(box)
         return box
 
-    async def _running(self, pod: str) -> None:
-        """Wait until the pod's container runs. Raises SandboxStartError if the container can't start."""
+    async def _create(self, manifest: dict[str, Any]) -> None:
+        """Create a pod. Its name is random: a pod of that name is this one, by a request whose reply was lost."""
+        try:
+            await self._api.ask(self._api.core.create_namespaced_pod, manifest)
+        except ApiError as error:
+            if error.status != 409:
+                raise
+
+    async def _running(self, pod: str, until: float) -> None:
+        """Wait until the pod's container runs. Raises SandboxStartError if it can't start, or not by this time of the
+        loop.
+        """
         pause = 0.05
         while True:
             status = (await self._api.ask(self._api.core.read_namespaced_pod, name=pod)).status
@@ -209,6 +223,11 @@ class PodsBackend:
             reason = waiting.reason if waiting else status.reason
             if status.phase in ("Failed", "Succeeded") or reason in _NO_IMAGE:
                 raise SandboxStartError(f"{reason or status.phase}: {waiting.message if waiting else status.message}")
+            if asyncio.get_running_loop().time() > until:
+                lacking = [each for each in status.conditions or [] if each.type == "PodScheduled" and each.message]
+                why = waiting or next(iter(lacking), None)
+                said = f"{why.reason}: {why.message}" if why else f"its phase is {status.phase}"
+                raise SandboxStartError(f"it does not run after {START_S:g} s ({said}): see `kubectl describe pod`")
             await asyncio.sleep(pause)
             pause = min(1.0, pause * 1.5)
 

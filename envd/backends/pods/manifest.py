@@ -12,6 +12,8 @@ SERVER, NETWORK = "triplane.envd/server", "triplane.envd/network"
 POLICY = "envd-sandbox-no-network"
 CONTAINER = "sandbox"
 USER = 65532
+START_S = 120.0
+"""Seconds in which a pod must have become a sandbox."""
 _GRACE_S = 60.0
 _SLACK_MB = 16
 """Memory for the directories of a runtime, beside its files."""
@@ -58,8 +60,8 @@ def pod_manifest(
     }
     whole: dict[str, Any] = {
         "restartPolicy": "Never",
-        # the cluster ends the pods of a killed server
-        "activeDeadlineSeconds": int(limits.lifetime_s + _GRACE_S),
+        # the cluster ends the pods of a killed server; it counts from before the image is pulled, a lifetime from after
+        "activeDeadlineSeconds": int(START_S + limits.lifetime_s + _GRACE_S),
         "terminationGracePeriodSeconds": 0,
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,

@@ -1,7 +1,7 @@
 {{/* Labels that select the pods of a component. Call with (dict "root" . "component" NAME). */}}
 {{- define "triplane.selector" -}}
 app.kubernetes.io/name: triplane
-app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/instance: {{ .root.Release.Name | quote }}
 app.kubernetes.io/component: {{ .component }}
 {{- end }}
 
@@ -21,8 +21,11 @@ of a StatefulSet, whose pods have its name and 11 more characters in a label. */
 {{- if gt (len .name) $most }}
 {{- fail (print .name ": " (len .name) " characters, but the name of a " $kind " has at most " $most ": shorten that of the release or of the experiment") }}
 {{- end }}
+{{- if not (regexMatch "^[a-z][-a-z0-9]*$" .name) }}
+{{- fail (print .name ": the name of a Service begins with a letter, and has letters, digits and - alone: rename the release " .root.Release.Name) }}
+{{- end }}
 name: {{ .name }}
-namespace: {{ .root.Release.Namespace }}
+namespace: {{ .root.Release.Namespace | quote }}
 labels:
   {{- include "triplane.labels" . | nindent 2 }}
 {{- end }}
@@ -85,7 +88,7 @@ tolerations:
   {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- with .priorityClassName }}
-priorityClassName: {{ . }}
+priorityClassName: {{ . | quote }}
 {{- end }}
 {{- end }}
 
@@ -97,7 +100,7 @@ enableServiceLinks: false
 {{- with .root.Values.imagePullSecrets }}
 imagePullSecrets:
   {{- range . }}
-  - name: {{ . }}
+  - name: {{ . | quote }}
   {{- end }}
 {{- end }}
 {{- end }}
@@ -108,7 +111,7 @@ imagePullSecrets:
     name: {{ .Release.Name }}-env
 {{- with .Values.s3.existingSecret }}
 - secretRef:
-    name: {{ . }}
+    name: {{ . | quote }}
 {{- end }}
 {{- end }}
 
@@ -117,8 +120,8 @@ imagePullSecrets:
 - name: DAGSTER_POSTGRES_PASSWORD
   valueFrom:
     secretKeyRef:
-      name: {{ .Values.postgres.existingSecret }}
-      key: {{ .Values.postgres.passwordKey }}
+      name: {{ .Values.postgres.existingSecret | quote }}
+      key: {{ .Values.postgres.passwordKey | quote }}
 {{- end }}
 
 {{/* Mounts of a container that runs Triplane's code: nothing else can be written. */}}
@@ -144,7 +147,7 @@ imagePullSecrets:
 {{- if .Values.experiments.configMap }}
 - name: experiments
   configMap:
-    name: {{ .Values.experiments.configMap }}
+    name: {{ .Values.experiments.configMap | quote }}
 {{- end }}
 {{- end }}
 
@@ -181,10 +184,10 @@ imagePullSecrets:
 {{- define "triplane.envdKey" -}}
 - name: envd-key
   secret:
-    secretName: {{ .Values.envd.existingSecret }}
+    secretName: {{ .Values.envd.existingSecret | quote }}
     defaultMode: 0440
     items:
-      - key: {{ .Values.envd.secretKey }}
+      - key: {{ .Values.envd.secretKey | quote }}
         path: key
 {{- end }}
 
