@@ -38,6 +38,8 @@ CHATS_VERSION = "2"
 _AT_ONCE = 256
 _KEYS = frozenset({"role", "content", "tool_calls", "tool_call_id", "name", "weight"})
 """Keys of a message; others may be null only, since leaving out what they say would change the message."""
+_READ = frozenset({"messages", "tools", "task_id", "reward", "sequences", "episode", "task", "tool_calls"})
+"""Columns of a Parquet file that are read; others may hold what Python can't."""
 _EPISODE = re.compile("[0-9a-f]{32}")
 _MERGED = re.compile(r"\b(arguments|parameters): struct<")
 _VIEWS = ("task", "policy", "environment")
@@ -115,7 +117,7 @@ def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             merged = _MERGED.search(str(file.schema_arrow))
             if merged:  # rows would have the keys of all rows, with nulls
                 raise MixtureError(f"{path} has {merged[1]} as a struct: write it as JSON text, or write JSON lines")
-            for batch in file.iter_batches(_AT_ONCE):
+            for batch in file.iter_batches(_AT_ONCE, columns=sorted(_READ.intersection(file.schema_arrow.names))):
                 for row in batch.to_pylist():
                     yield f"{path} row {number}", row
                     number += 1
@@ -124,7 +126,7 @@ def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             for number, line in enumerate(lines, 1):
                 if line.strip():
                     yield f"{path} line {number}", _parsed(line, f"{path} line {number}")
-    except (OSError, pa.ArrowException) as error:
+    except (OSError, ValueError, pa.ArrowException) as error:  # ValueError: of texts that are no UTF-8
         raise MixtureError(
             f"{path} can't be read ({' '.join(str(error).split())[:200]}): name a *.jsonl or *.parquet file"
         ) from None

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 from contracts.environment import VARIABLE
 from curation.endpoint import Endpoint
 
-DATA_VERSION = "2"
+DATA_VERSION = "3"
 """Bump if a stage may give other rows for the same settings and input."""
 
 Column = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,62}$")]
@@ -162,7 +162,9 @@ class SqlStage(_Stage):
     kind: Literal["sql"]
     """Selects this stage."""
     columns: dict[Column, str] = Field(default_factory=dict)
-    """Expressions by column. All of them see the row as it was before the stage."""
+    """Expressions by column. All of them see the row as it was before the stage; a name that it lacks may be that of an
+    earlier expression.
+    """
     drop: tuple[Column, ...] = ()
     """Columns to remove."""
     on_error: OnError = "fail"
@@ -231,7 +233,7 @@ class AskStage(_Stage):
     template: str = ""
     """Prompt of api chat; {column} is replaced by the row's value."""
     input: tuple[Column, ...] = ()
-    """Columns that api json sends."""
+    """Columns that api json sends; those that are null are left out."""
     field: str = ""
     """Key of the answer in the reply of api json."""
     reason_column: Column | None = None

@@ -30,19 +30,20 @@ def quoted(database: Database, name: str) -> str:
 
 
 def database_files(database: Database, folder: Path) -> list[Path]:
-    """Files that hold a database, with the log of its writers."""
+    """Files that hold a database: the database itself, and the log of its writers, which may be empty or absent."""
     if isinstance(database, PostgresqlDatabase):
         return []
     path = folder / database.path
-    log = path.with_name(f"{path.name}{'-' if isinstance(database, SqliteDatabase) else '.'}wal")
-    return [path, log] if log.is_file() and log.stat().st_size else [path]
+    return [path, path.with_name(f"{path.name}{'-' if isinstance(database, SqliteDatabase) else '.'}wal")]
 
 
 def database_digest(database: Database, folder: Path) -> str:
     """Digest of a database's content, or of the revision of a server's. Raises OSError."""
     if isinstance(database, PostgresqlDatabase):
         return digest_of(["postgresql", database.revision])
-    return digest_of([file_sha256(path) for path in database_files(database, folder)])
+    path, log = database_files(database, folder)
+    logs = [log] if log.is_file() and log.stat().st_size else []
+    return digest_of([file_sha256(each) for each in (path, *logs)])
 
 
 class Connection:

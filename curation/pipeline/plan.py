@@ -79,7 +79,8 @@ def plan_pipeline(pipeline: Pipeline, folder: Path) -> Plan:
     """Check a pipeline against its source, and derive schemas and keys. folder: of its file. Reads files and databases
     for their digests. Raises PipelineError that names the place in the file.
     """
-    reader = open_source(pipeline.source, pipeline.batch_rows, folder)
+    listed = source_files(pipeline.source, folder)
+    reader = open_source(pipeline.source, listed, pipeline.batch_rows, folder)
     if pipeline.key not in reader.schema.names:
         raise PipelineError(
             f"key = {pipeline.key!r}: the source has {', '.join(reader.schema.names)}: name one of them"
@@ -99,13 +100,13 @@ def plan_pipeline(pipeline: Pipeline, folder: Path) -> Plan:
             raise PipelineError(f"{step.place}.drop: no column is left: keep at least one")
         drawn = sum(hasattr(earlier.stage, "seed") for earlier in steps)
         steps.append(Step(number, stage, pipeline.key, step.before, schema, drawn))
-    files = {step.number: _files(step, folder) for step in steps} | {-1: source_files(pipeline.source, folder)}
+    files = {step.number: _files(step, folder) for step in steps} | {-1: listed}
     unchanged = Unchanged([path for each in files.values() for path in each])
     return Plan(pipeline, folder, reader, tuple(_segments(pipeline, folder, steps, files)), unchanged)
 
 
 def _segments(pipeline: Pipeline, folder: Path, steps: list[Step], files: dict[int, list[Path]]) -> list[Segment]:
-    inputs, config = {"source": source_digest(pipeline.source, folder)}, source_slice(pipeline)
+    inputs, config = {"source": source_digest(pipeline.source, files[-1], folder)}, source_slice(pipeline)
     found, done, pending = list[Segment](), list[dict[str, Any]](), list[Step]()
 
     def add(kind: str, own: list[Step], **more: Any) -> None:

@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from contracts.errors import SchemaError
 from contracts.store import Store
-from curation.errors import PipelineError, RequestRefused
+from curation.errors import PipelineError, RequestRefused, one_line
 from curation.pipeline.config import AskStage, JoinStage
 from curation.pipeline.databases import Connection, quoted
 from curation.pipeline.rows import Step
@@ -51,6 +51,9 @@ def after_request_stage(stage: JoinStage | AskStage, before: pa.Schema, place: s
     """Schema of the rows behind a stage. Raises PipelineError."""
     if isinstance(stage, JoinStage):
         require_columns(before, (stage.by,), f"{place}.by")
+        kind = before.field(stage.by).type
+        if pa.types.is_nested(kind):
+            raise PipelineError(f"{place}.by = {stage.by!r}: it is {kind}, which is no key: take a part in a sql stage")
         return with_columns(before, schema_of(stage.columns, f"{place}.columns"))
     names = tuple(_PLACE.findall(stage.template)) if stage.api == "chat" else stage.input
     require_columns(before, names, f"{place}.{'template' if stage.api == 'chat' else 'input'}")
@@ -80,7 +83,7 @@ class JoinWork:
 
     async def run(self, table: pa.Table) -> tuple[pa.Table, dict[str, int]]:
         """See RequestWork."""
-        keys = table.column(self._stage.by).to_pylist()
+        keys = _values(self._step, table.column(self._stage.by))
         wanted = list(dict.fromkeys(key for key in keys if key is not None))
         with self._lock:
             found = {key: self._known[key] for key in wanted if key in self._known}
@@ -165,7 +168,7 @@ class AskWork:
 
     async def run(self, table: pa.Table) -> tuple[pa.Table, dict[str, int]]:
         """See RequestWork."""
-        rows = table.select(sorted(self._names)).to_pylist()
+        rows = _values(self._step, table.select(sorted(self._names)))
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self._of_row(table, index, row)) for index, row in enumerate(rows)]
         results, reasons = [task.result() for task in tasks], Counter[str]()
@@ -240,8 +243,17 @@ class AskWork:
         """(value or None; the reason of a judgement, or what is wrong)."""
         if self._stage.api == "chat":
             return (answer.text, "") if self._stage.answer == "text" else read_judgement(self._stage, answer)
-        found = json.loads(answer.text)
+        found = json.loads(answer.text, parse_int=float)  # an int of 400 digits is no float
         if self._stage.answer == "text":
             return (found if isinstance(found, str) else answer.text), ""
         number = isinstance(found, int | float) and not isinstance(found, bool) and math.isfinite(found)
         return (float(found), "") if number else (None, f"the answer is no number: {answer.text:.80}")
+
+
+def _values(step: Step, column: pa.ChunkedArray | pa.Table) -> list[Any]:
+    """Values as Python's. Raises PipelineError for those that it has no type for, such as times in nanoseconds."""
+    try:
+        found: list[Any] = column.to_pylist()
+        return found
+    except ValueError as error:
+        raise PipelineError(f"{step.place}: {one_line(error)}: cast the column in a sql stage before") from None

@@ -14,6 +14,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,8 @@ _folders = set[Path]()
 """Folders from which functions were imported."""
 _TIMES = {"current_date", "current_time", "current_timestamp", "localtime", "localtimestamp"}
 """Names that are functions of time unless the row has such a column."""
+_SEVERAL = ("WINDOW", "SUBQUERY", "STAR")
+"""Classes of expressions over several rows."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,9 @@ class Session:
     """DuckDB with one thread, without access to files, whose expressions see one row at a time."""
 
     def __init__(self) -> None:
+        self._connect()
+
+    def _connect(self) -> None:
         self._connection = duckdb.connect(config={"threads": 1})
         self._connection.execute("SET TimeZone = 'UTC'; SET enable_external_access = false")
 
@@ -75,17 +81,22 @@ class Session:
         try:
             chosen = ", ".join(f'({text}\n) AS "{name}"' for name, text in expressions.items())
             return self._connection.sql(f"SELECT {chosen} FROM batch").to_arrow_table()
+        except (duckdb.InternalException, duckdb.FatalException):
+            self._connect()  # after such an error, DuckDB refuses all further queries of the database
+            raise
         finally:
             self._connection.unregister("batch")
 
     def schema(self, before: pa.Schema, expressions: dict[str, str], place: str) -> pa.Schema:
         """Types of expressions. Raises PipelineError if one is invalid, or depends on other rows, time or chance."""
-        for name, text in expressions.items():
+        added = pa.table({})
+        for count, (name, text) in enumerate(expressions.items(), 1):
             self._require_of_a_row(text, {each.lower() for each in before.names}, f"{place}.{name}")
-        try:
-            return plain(self.columns(before.empty_table(), expressions).schema, place)
-        except duckdb.Error as error:
-            raise PipelineError(f"{place}: {one_line(error)}") from None
+            try:  # with those before, which it may name
+                added = self.columns(before.empty_table(), dict(islice(expressions.items(), count)))
+            except duckdb.Error as error:
+                raise PipelineError(f"{place}.{name}: {one_line(error)}") from None
+        return plain(added.schema, place)
 
     def _require_of_a_row(self, text: str, columns: set[str], place: str) -> None:
         ((serialized,),) = self._connection.execute("SELECT json_serialize_sql(?)", [f"SELECT ({text}\n)"]).fetchall()
@@ -96,16 +107,14 @@ class Session:
         if len(nodes) != 1 or len(nodes[0].get("select_list", ())) != 1 or nodes[0]["from_table"]["type"] != "EMPTY":
             raise PipelineError(f"{place} = {text!r:.80}: write one DuckDB expression, without commas and FROM")
         for found in _nodes(nodes[0]["select_list"]):
-            name = found.get("function_name", "")
-            column = found["column_names"][0].lower() if found["class"] == "COLUMN_REF" else ""
+            name = _name_of(found)
             values = found.get("arguments", found.get("children", ()))  # by DuckDB's version
             if (
-                found["class"] in ("WINDOW", "SUBQUERY", "STAR")
-                or name in self._refused
+                found["class"] in _SEVERAL
+                or (name in self._refused and not (name in columns and found["class"] == "COLUMN_REF"))
                 or (name == "age" and len(values) != 2)  # of one value: up to today
-                or column in _TIMES - columns
             ):
-                what = name or column or found["class"].lower()
+                what = name or found["class"].lower()
                 raise PipelineError(
                     f"{place} = {text!r:.80}: {what} depends on more than one row, or on time or chance, so the result"
                     " would depend on batches: use an expression over one row, or a stage such as cap or sample"
@@ -113,14 +122,26 @@ class Session:
 
     @functools.cached_property
     def _refused(self) -> set[str]:
-        """Functions over several rows, and those that give other values each time."""
+        """Functions over several rows, those that give other values each time, and macros that use one of either."""
         rows = self._connection.execute(
             "SELECT function_name FROM duckdb_functions() GROUP BY 1 HAVING"
             " bool_and(function_type IN ('aggregate', 'window')) OR (bool_and(function_type IN ('scalar', 'macro')) AND"
             " bool_and(coalesce(stability, 'CONSISTENT') <> 'CONSISTENT'))"
         ).fetchall()
-        # getvariable and the like are of this session only; macros of time have no stability
-        return {name for (name,) in rows} | {"unnest", "getenv", "current_user", "ago", *_TIMES}
+        # getvariable and the like are of this session only
+        found = {name for (name,) in rows} | {"unnest", "getenv", "current_user", *_TIMES}
+        macros = self._connection.execute(
+            "SELECT function_name, json_serialize_sql('SELECT (' || macro_definition || ')') FROM duckdb_functions()"
+            " WHERE function_type = 'macro'"
+        ).fetchall()
+        used = [(name, [*_nodes(json.loads(text))]) for name, text in macros]
+        while more := {
+            name
+            for name, nodes in used
+            if name not in found and any(each["class"] in _SEVERAL or _name_of(each) in found for each in nodes)
+        }:
+            found |= more
+        return found
 
 
 def after_row_stage(stage: RowStage, before: pa.Schema, key: str, place: str, folder: Path) -> pa.Schema:
@@ -202,7 +223,7 @@ def work_of(step: Step, folder: Path) -> Work:
     elif isinstance(stage, SampleStage):
         assert stage.share is not None, "a number of rows is a selection"
         bound = int(stage.share * _WHOLE)
-        return functools.partial(
+        plain_work = functools.partial(
             _where, f"{draw(stage.by or (step.key,), stage.seed, step.drawn)} < {bound}", "not drawn"
         )
     elif isinstance(stage, MapStage):
@@ -210,23 +231,29 @@ def work_of(step: Step, folder: Path) -> Work:
         plain_work = functools.partial(_map_batch if stage.batch else _map_rows, stage, step.after, function)
     else:
         raise AssertionError(f"{stage.kind} is no stage of rows")
-    return functools.partial(_carefully, step, plain_work)
+    return functools.partial(carefully, step, plain_work)
 
 
-def _carefully(step: Step, work: Work, table: pa.Table) -> tuple[pa.Table, dict[str, int]]:
+def carefully(step: Step, work: Work, table: pa.Table) -> tuple[pa.Table, dict[str, int]]:
+    """Result of `work`, without rows for which it fails, or PipelineError that names the first one, by `on_error`.
+    No row is left out because memory is short.
+    """
     try:
         return work(table)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever the user's function raises
         if table.num_rows > 1:
             half = table.num_rows // 2
-            parts = [_carefully(step, work, table.slice(0, half)), _carefully(step, work, table.slice(half))]
+            parts = [carefully(step, work, table.slice(0, half)), carefully(step, work, table.slice(half))]
             return pa.concat_tables([found for found, _ in parts]), dict(Counter(parts[0][1]) + Counter(parts[1][1]))
-        if getattr(step.stage, "on_error", "fail") == "fail":
-            raise PipelineError(
-                f"{step.place}: {step.row(table)} fails: {type(error).__name__}: {one_line(error)}: correct the stage"
-                " or the row, or set on_error to drop"
-            ) from None
-        return step.after.empty_table(), {f"error: {type(error).__name__}": 1}
+        on_error = getattr(step.stage, "on_error", None)
+        lacks = isinstance(error, MemoryError | duckdb.OutOfMemoryException)  # a fault of the machine, not of the row
+        if on_error == "drop" and not lacks:
+            return step.after.empty_table(), {f"error: {type(error).__name__}": 1}
+        fix = "free memory, or " * lacks + "correct the stage or the row"
+        fix += ", or set on_error to drop" * (on_error == "fail")
+        raise PipelineError(
+            f"{step.place}: {step.row(table)} fails: {type(error).__name__}: {one_line(error)}: {fix}"
+        ) from None
 
 
 def _sql(stage: SqlStage, after: pa.Schema, table: pa.Table) -> tuple[pa.Table, dict[str, int]]:
@@ -267,6 +294,8 @@ def _map_rows(
 def _map_batch(
     stage: MapStage, after: pa.Schema, function: Callable[..., Any], table: pa.Table
 ) -> tuple[pa.Table, dict[str, int]]:
+    if not table.num_rows:  # no row that the function may fail for
+        return after.empty_table(), {}
     result = function(table)
     if not isinstance(result, pa.Table):
         raise TypeError(f"the function returned {type(result).__name__}: return a pyarrow.Table")
@@ -310,3 +339,9 @@ def _nodes(value: Any) -> Iterator[dict[str, Any]]:
     elif isinstance(value, list):
         for each in value:
             yield from _nodes(each)
+
+
+def _name_of(expression: dict[str, Any]) -> str:
+    """Function that an expression calls, also one of time without parentheses; empty: none."""
+    column = expression["column_names"][0].lower() if expression["class"] == "COLUMN_REF" else ""
+    return expression.get("function_name", "") or (column if column in _TIMES else "")

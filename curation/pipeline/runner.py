@@ -247,6 +247,9 @@ class _Run:
             for name in (each for each in parts.names() if each.startswith(self._prefix)):
                 found = parts.get(name)
                 if found is None:
+                    other = find_artifact(self.store, self.segment.kind, _key(self.segment, self.before))
+                    if other is not None:  # of another process, which removes the parts
+                        return other
                     raise StoreError(
                         f"part {name} of {self._phase} was damaged and is removed: run the same command again"
                     )

@@ -45,8 +45,8 @@ def schema_of(types: Mapping[str, str], place: str) -> pa.Schema:
 
 
 def plain(schema: pa.Schema, place: str) -> pa.Schema:
-    """Schema without metadata, dictionaries, views and fixed sizes. Raises PipelineError for a type that an artifact
-    can't hold.
+    """Schema of types that Arrow and DuckDB share, without metadata, dictionaries, views and fixed sizes. Raises
+    PipelineError for a type that an artifact can't hold.
     """
     return pa.schema([pa.field(each.name, _plain(each.type, f"{place}: column {each.name}")) for each in schema])
 
@@ -97,6 +97,8 @@ def _require_exact(values: Iterable[Any], kind: pa.DataType) -> None:
                 raise TypeError(f"{each.__name__} is no struct")
         for child in kind:
             _require_exact([value.get(child.name) for value in given], child.type)
+    elif pa.types.is_floating(kind) and bool in types:
+        raise TypeError("bool is no number")
     elif (pa.types.is_integer(kind) or pa.types.is_temporal(kind)) and types - {int}:
         for value in given:
             if _is_cut(value, kind):
@@ -104,6 +106,8 @@ def _require_exact(values: Iterable[Any], kind: pa.DataType) -> None:
 
 
 def _is_cut(value: Any, kind: pa.DataType) -> bool:
+    if isinstance(value, datetime.datetime) and pa.types.is_timestamp(kind):
+        return value.microsecond % {"s": 1_000_000, "ms": 1_000}.get(kind.unit, 1) != 0
     if isinstance(value, datetime.datetime):
         return pa.types.is_date(kind) and value.time() != datetime.time.min
     if isinstance(value, Decimal):
@@ -122,6 +126,7 @@ def _type_of(text: str, place: str) -> pa.DataType:
 @functools.cache
 def _parsed(text: str) -> pa.DataType:
     with duckdb.connect() as connection:
+        connection.execute("SET TimeZone = 'UTC'")  # not that of the machine
         return connection.sql(f"SELECT CAST(NULL AS {text}\n) AS x").to_arrow_table().schema.field("x").type
 
 
@@ -130,6 +135,10 @@ def _plain(kind: pa.DataType, place: str) -> pa.DataType:
         return _plain(kind.value_type, place)
     if pa.types.is_string_view(kind):
         return pa.string()
+    if pa.types.is_float16(kind):  # DuckDB has no such numbers
+        return pa.float32()
+    if pa.types.is_duration(kind):  # DuckDB cuts nanoseconds off; a cast refuses them
+        return pa.duration("us")
     if pa.types.is_binary_view(kind) or pa.types.is_fixed_size_binary(kind):
         return pa.binary()
     if pa.types.is_large_list(kind):

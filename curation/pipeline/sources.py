@@ -23,6 +23,16 @@ from curation.pipeline.schemas import UNFIT, array_of, plain, require_distinct, 
 PLACE = "source"
 SHOWN = 60
 """Maximum characters of a value in an error."""
+_NO_TEXT = {
+    b"\x1f\x8b": "gzip",
+    b"\x28\xb5\x2f\xfd": "Zstandard",
+    b"BZh": "bzip2",
+    b"\xfd7zXZ\x00": "xz",
+    b"PAR1": "Parquet",
+    b"\xff\xfe": "UTF-16",
+    b"\xfe\xff": "UTF-16",
+}
+"""Formats by the beginning of a file, that JSON lines are mistaken for."""
 
 
 @dataclass
@@ -51,32 +61,33 @@ class Reader(Protocol):
         """Batches behind `cursor`; None: all. Raises PipelineError."""
 
 
-def open_source(source: Source, batch_rows: int, folder: Path) -> Reader:
-    """Reader of a source. folder: of the pipeline's file. Raises PipelineError."""
+def open_source(source: Source, files: Sequence[Path], batch_rows: int, folder: Path) -> Reader:
+    """Reader of a source. files: of `source_files`. folder: of the pipeline's file. Raises PipelineError."""
     if isinstance(source, DatabaseSource):
         return _DatabaseReader(source, batch_rows, folder)
-    files = source_files(source, folder)
     if isinstance(source, ParquetSource):
         return ParquetReader(files, source.columns, batch_rows)
     return _JsonlReader(source, files, batch_rows)
 
 
 def source_files(source: Source, folder: Path) -> list[Path]:
-    """Files of a source, sorted. Raises PipelineError if there are none."""
+    """Files of a source, sorted; listed once, since others may appear. Raises PipelineError if there are none."""
     if isinstance(source, DatabaseSource):
         return database_files(source.database, folder)
+    if (folder / source.path).is_file():  # also one whose name is a pattern
+        return [folder / source.path]
     found = sorted(folder / each for each in glob.glob(source.path, root_dir=folder, recursive=True))  # noqa: PTH207 - may be absolute
     if not found:
         raise PipelineError(f"{PLACE}.path = {source.path!r}: no such file in {folder}: correct the path")
     return found
 
 
-def source_digest(source: Source, folder: Path) -> str:
-    """Digest of what a source holds. Raises PipelineError."""
+def source_digest(source: Source, files: Sequence[Path], folder: Path) -> str:
+    """Digest of what a source holds. files: of `source_files`. Raises PipelineError."""
     try:
         if isinstance(source, DatabaseSource):
             return database_digest(source.database, folder)
-        return digest_of([file_sha256(path) for path in source_files(source, folder)])
+        return digest_of([file_sha256(path) for path in files])
     except OSError as error:
         raise PipelineError(f"{PLACE}: {error.filename} can't be read ({error.strerror}): correct the path") from None
 
@@ -100,11 +111,12 @@ class Unchanged:
                 raise PipelineError(f"{path} changed while it was read: run the same command again")
 
     def _state(self, path: Path) -> tuple[int, int] | None:
+        """Size and time; None if there is nothing in it: readers make empty logs of databases, too."""
         try:
             found = path.stat()
         except OSError:
             return None
-        return found.st_size, found.st_mtime_ns
+        return (found.st_size, found.st_mtime_ns) if found.st_size else None
 
 
 class ParquetReader:
@@ -132,16 +144,19 @@ class ParquetReader:
         """See Reader."""
         begin, skipped = cursor or (0, 0)
         for number, path in enumerate(self._files[begin:], begin):
+            done = 0
             try:
                 with self._opened(path) as file:
-                    done = 0
                     for batch in file.iter_batches(self._batch_rows, columns=self.schema.names):
+                        batch.validate(full=True)  # texts may be no UTF-8
                         done += batch.num_rows
                         if number > begin or done > skipped:
                             table = pa.Table.from_batches([batch]).select(self.schema.names).cast(self.schema)
                             yield Batch(table, [number, done])
             except (pa.ArrowException, OSError) as error:
-                raise PipelineError(f"{PLACE}: {path} can't be read: {one_line(error)}: replace the file") from None
+                raise PipelineError(
+                    f"{PLACE}: {path} can't be read behind row {done}: {one_line(error)}: replace the file"
+                ) from None
 
     def _opened(self, path: Path) -> pq.ParquetFile:
         try:
@@ -155,6 +170,15 @@ class _JsonlReader:
         self._source, self._files, self._batch_rows = source, files, batch_rows
         self.schema = schema_of(source.columns, f"{PLACE}.columns")
         self.rows: int | None = None
+        for path in files:
+            try:
+                with path.open("rb") as file:
+                    begin = file.read(6)
+            except OSError as error:
+                raise PipelineError(f"{PLACE}: {path} can't be read ({error.strerror}): correct the path") from None
+            other = next((name for mark, name in _NO_TEXT.items() if begin.startswith(mark)), None)
+            if other is not None:
+                raise PipelineError(f"{PLACE}: {path} is {other}: write it as UTF-8 text, uncompressed")
 
     def batches(self, cursor: Any) -> Iterator[Batch]:
         begin, offset, line = cursor or (0, 0, 0)

@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from contracts.errors import InfraFault
 from contracts.parents import end_with_parent
-from curation.pipeline.rows import Step, Tally, Work, run_steps, work_of
+from curation.pipeline.rows import Step, Tally, Work, carefully, run_steps, work_of
 from curation.pipeline.selections import keys_of
 
 _steps: list[tuple[Step, Work | None]] = []
@@ -89,4 +89,5 @@ def _run(numbers: list[int], data: bytes) -> tuple[bytes, Tally]:
 
 
 def _keys(number: int, data: bytes) -> tuple[bytes, Tally]:
-    return packed(keys_of(_steps[number][0], unpacked((data, Tally()))[0])), Tally()
+    step, table = _steps[number][0], unpacked((data, Tally()))[0]
+    return packed(carefully(step, lambda rows: (keys_of(step, rows), {}), table)[0]), Tally()

@@ -62,7 +62,7 @@ SELECT a.kind, any_value(p.experiment) AS experiment, any_value(p.iteration) AS 
     sum(sampling_seconds) AS sampling_seconds, sum(tool_seconds) AS tool_seconds
 FROM found f JOIN artifacts a ON f.home = a.uri LEFT JOIN places p ON p.uri = a.uri
 LEFT JOIN (
-    SELECT episode_id, arg_max(solved, created_unix) AS solved, arg_max(reward, created_unix) AS reward
+    SELECT episode_id, arg_max_null(solved, created_unix) AS solved, arg_max_null(reward, created_unix) AS reward
     FROM grades JOIN artifacts ON home = uri WHERE episode_id IN (SELECT episode_id FROM found) GROUP BY episode_id
 ) g ON g.episode_id = f.episode_id
 GROUP BY a.uri, a.kind, a.digest ORDER BY experiment NULLS LAST, iteration, a.kind, a.digest

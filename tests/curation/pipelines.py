@@ -62,6 +62,11 @@ def given(row, value):
 def late(row):
     return None if row["id"] < 100 else {}
 
+def grows(row):
+    if row["id"] == 5:
+        raise MemoryError
+    return {}
+
 def leaves(row):
     if row["id"] == 5:
         sys.exit(0)
@@ -69,6 +74,9 @@ def leaves(row):
 
 def whole(table):
     return table.append_column("part", table.column("id"))
+
+def first(table):
+    return table.append_column("part", [[table.column("id")[0].as_py()] * len(table)])
 """
 PROGRAM = "import sys; from tests.curation.pipelines import main; main(sys.argv[1], sys.argv[2])"
 ROOT = Path(__file__).parents[2]

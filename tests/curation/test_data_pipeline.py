@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import bz2
 import collections
 import datetime
+import gzip
 import json
+import os
 import random
 import re
 import sqlite3
@@ -31,9 +34,10 @@ from curation.pipeline.plan import plan_pipeline
 from curation.pipeline.rows import Step
 from curation.pipeline.schemas import UNFIT, array_of, schema_of
 from curation.pipeline.selections import Selection, keys_of
+from curation.pipeline.sources import Reader, open_source
 from curation.pipeline.versions import find_version, record_version, versions
 from resources.data_pipeline import load_pipeline
-from tests.curation.pipelines import ROWS, calls, function, go, rows_of, values, world
+from tests.curation.pipelines import ROOT, ROWS, calls, function, go, rows_of, values, world
 
 JOIN = {"kind": "join", "database": {"kind": "sqlite", "path": "users.db"}, "table": "users", "by": "user", "key": "id"}
 
@@ -242,6 +246,55 @@ def test_lines_of_json_that_do_not_fit_are_named_or_counted(folder: Path, store:
     ]
 
 
+@pytest.mark.parametrize(
+    ("data", "named"),
+    [
+        (gzip.compress(b'{"id": 1}'), "gzip"),
+        (pa.compress(b'{"id": 1}', "zstd", asbytes=True), "Zstandard"),
+        (bz2.compress(b'{"id": 1}'), "bzip2"),
+        ('{"id": 1}\n{"id": 2}\n'.encode("utf-16"), "UTF-16"),
+    ],
+    ids=["gzip", "zstd", "bzip2", "utf16"],
+)
+def test_file_that_is_no_text_is_refused_also_if_lines_may_be_dropped(folder: Path, data: bytes, named: str) -> None:
+    (folder / "lines.jsonl").write_bytes(data)
+    source = {"kind": "jsonl", "path": "lines.jsonl", "columns": {"id": "BIGINT"}, "on_error": "drop"}
+    with pytest.raises(PipelineError, match=rf"source: .*lines\.jsonl is {named}: write it as UTF-8 text"):
+        plan_pipeline(Pipeline.model_validate(values(source=source)), folder)
+
+
+def test_text_of_a_file_that_is_no_utf8_is_refused(folder: Path, store: str) -> None:
+    texts = pa.array([b"text"] * 20 + [b"\xff"])
+    column = pa.Array.from_buffers(pa.string(), len(texts), texts.buffers())
+    pq.write_table(pa.table({"id": range(len(texts)), "text": column}), folder / "rows.parquet")
+    with pytest.raises(PipelineError, match=r"rows\.parquet can't be read behind row 16: In column 1: .*UTF8 .* 4:"):
+        go(folder, store)
+    source = {"kind": "parquet", "path": "rows.parquet", "columns": ["id"]}
+    assert ids(folder, store, source=source) == [*range(len(texts))]
+
+
+def test_file_whose_name_is_a_pattern_is_that_file(folder: Path, store: str) -> None:
+    for number, name in enumerate(("rows1.jsonl", "rows[1].jsonl", "rows2.jsonl")):
+        (folder / name).write_text(f'{{"id": {number}}}\n')
+    source = {"kind": "jsonl", "columns": {"id": "BIGINT"}}
+    assert ids(folder, store, source={**source, "path": "rows[1].jsonl"}) == [1]
+    assert ids(folder, store, source={**source, "path": "rows[12].jsonl"}) == [0, 2]
+    assert ids(folder, store, source={**source, "path": "rows*.jsonl"}) == [0, 2, 1]
+
+
+def test_file_that_appears_while_others_are_opened_is_not_in_the_key(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def opened(*arguments: Any) -> Reader:
+        (folder / "rows-later.parquet").write_bytes((folder / "rows.parquet").read_bytes())
+        return open_source(*arguments)
+
+    pipeline = Pipeline.model_validate(values(source={"kind": "parquet", "path": "rows*.parquet"}))
+    key = plan_pipeline(pipeline, folder).key
+    monkeypatch.setattr("curation.pipeline.plan.open_source", opened)
+    assert plan_pipeline(pipeline, folder).key == key
+
+
 WRONG = [
     ("BIGINT", 1.99),
     ("BIGINT[]", [1, -0.5]),
@@ -249,6 +302,7 @@ WRONG = [
     ("VARCHAR[]", "abc"),
     ("STRUCT(tags VARCHAR[])", {"tags": "abc"}),
     ("VARCHAR[][]", [["a"], "bc"]),
+    ("DOUBLE", True),
 ]
 
 
@@ -279,6 +333,8 @@ def test_values_that_do_not_fit_are_never_altered(folder: Path, store: str, kind
         ("INTEGER", np.float32(1.5)),
         ("DATE", datetime.datetime(2026, 1, 2, 3)),
         ("TIMESTAMP", 1.5),
+        ("TIMESTAMP_S", datetime.datetime(2026, 1, 2, 3, 4, 5, 6)),
+        ("TIMESTAMP_MS", datetime.datetime(2026, 1, 2, 3, 4, 5, 6)),
         ("BIGINT[]", b"ab"),
         ("VARCHAR[]", {"a", "b"}),
         ("STRUCT(n BIGINT)", [("n", 1)]),
@@ -296,6 +352,7 @@ def test_python_values_that_do_not_fit_are_refused(kind: str, value: Any) -> Non
         ("BIGINT", Decimal("2.0")),
         ("INTEGER", np.int8(2)),
         ("DATE", datetime.datetime(2026, 1, 2)),
+        ("TIMESTAMP_MS", datetime.datetime(2026, 1, 2, 3, 4, 5, 6000)),
         ("BIGINT[]", np.array([1, 2])),
         ("STRUCT(n BIGINT[])[]", [{"n": (1, 2)}, None, {"other": 3}]),
     ],
@@ -306,15 +363,30 @@ def test_equal_values_of_other_types_fit(kind: str, value: Any) -> None:
         "BIGINT": 2,
         "INTEGER": 2,
         "DATE": datetime.date(2026, 1, 2),
+        "TIMESTAMP_MS": datetime.datetime(2026, 1, 2, 3, 4, 5, 6000),
         "BIGINT[]": [1, 2],
         "STRUCT(n BIGINT[])[]": [{"n": [1, 2]}, None, {"n": None}],
     }
     assert found == expected[kind]
 
 
+def test_types_do_not_depend_on_the_time_zone_of_the_machine() -> None:
+    program = (
+        "from curation.pipeline.schemas import schema_of; print(schema_of({'v': 'TIMESTAMPTZ'}, 'v').field('v').type)"
+    )
+    away = {**os.environ, "TZ": "America/New_York"}
+    assert subprocess.check_output([sys.executable, "-c", program], cwd=ROOT, env=away) == b"timestamp[us, tz=UTC]\n"
+
+
 def test_batch_without_results_of_a_function_is_empty(folder: Path, store: str) -> None:
     late = {"kind": "map", "function": function(folder, "late")}
     assert ids(folder, store, late) == list(range(100, 200))
+
+
+def test_function_gets_no_table_without_rows(folder: Path, store: str) -> None:
+    first = {"kind": "map", "function": function(folder, "first"), "batch": True, "columns": {"part": "BIGINT"}}
+    made = go(folder, store, {"kind": "where", "predicate": "id < 10 OR id > 190"}, first)
+    assert {row["part"] for row in rows_of(made)} == {0, 191, 192}
 
 
 def test_exit_in_a_function_is_an_error_of_its_row(folder: Path, store: str) -> None:
@@ -325,6 +397,14 @@ def test_exit_in_a_function_is_an_error_of_its_row(folder: Path, store: str) -> 
     (folder / "program.py").write_text("import sys\nsys.exit(0)\n")
     with pytest.raises(PipelineError, match="program:f': SystemExit: 0"):
         go(folder, store, {"kind": "map", "function": "program:f"})
+
+
+def test_row_that_lacks_memory_is_never_dropped(folder: Path, store: str) -> None:
+    grows = {"kind": "map", "function": function(folder, "grows"), "on_error": "drop"}
+    with pytest.raises(
+        PipelineError, match=r"the row with id 5 fails: MemoryError: .*: free memory, or correct [^,]*$"
+    ):
+        go(folder, store, grows)
 
 
 @pytest.mark.parametrize(
@@ -388,6 +468,49 @@ def test_failing_row_is_named_or_dropped_alone(
         go(folder, store, stage)
     made = go(folder, store, {**stage, "on_error": "drop"})
     assert made.meta["rows"] == 200 - left and made.meta["stages"][1]["left_out"] == {f"error: {reason}": left}
+
+
+def test_row_that_breaks_duckdb_is_dropped_alone(folder: Path, store: str) -> None:
+    times = [2**62 if number == 37 else number for number in range(200)]  # beyond DuckDB's range: an internal error
+    rows = pa.table({"id": range(200), "made": pa.array(times, pa.timestamp("ms"))})
+    pq.write_table(rows, folder / "rows.parquet")
+    stage = {"kind": "sql", "columns": {"day": "made::VARCHAR"}}
+    with pytest.raises(PipelineError, match=r"the row with id 37 fails: InternalException: .*Could not convert"):
+        go(folder, store, stage)
+    made = go(folder, store, {**stage, "on_error": "drop"})
+    assert made.meta["stages"][1]["left_out"] == {"error: InternalException": 1} and made.meta["rows"] == 199
+
+
+def test_row_whose_key_duckdb_can_not_compute_is_named(folder: Path, store: str) -> None:
+    times = pa.array([0, 1, 10**15], pa.timestamp("s", "UTC"))
+    pq.write_table(pa.table({"id": range(3), "made": times}), folder / "rows.parquet")
+    message = r"the row with id 2 fails: ConversionException: .*: correct the stage or the row$"
+    for stage in ({"kind": "distinct", "by": ["made"]}, {"kind": "sample", "share": 0.5, "by": ["made"]}):
+        with pytest.raises(PipelineError, match=message):
+            go(folder, store, stage)
+
+
+def test_times_that_python_does_not_hold_are_refused_as_keys_of_a_join(folder: Path, store: str) -> None:
+    pq.write_table(pa.table({"id": [1], "user": pa.array([1], pa.timestamp("ns"))}), folder / "rows.parquet")
+    with pytest.raises(PipelineError, match=r"stages\.0 \(join\): "):
+        go(folder, store, {**JOIN, "columns": {"age": "BIGINT"}})
+
+
+def test_durations_are_never_cut(folder: Path, store: str) -> None:
+    def distinct(nanoseconds: list[int]) -> int:
+        took = pa.array(nanoseconds, pa.duration("ns"))
+        pq.write_table(pa.table({"id": range(len(took)), "took": took}), folder / "rows.parquet")
+        return len(ids(folder, store, {"kind": "distinct", "by": ["took"]}))
+
+    assert distinct([1000, 2000, 1000]) == 2
+    with pytest.raises(PipelineError, match=r"rows\.parquet can't be read .* would lose data"):
+        distinct([1, 2])
+
+
+def test_numbers_of_half_precision_are_widened(folder: Path, store: str) -> None:
+    numbers = pa.array([1.5, 0.1, 1.5], pa.float32()).cast(pa.float16())
+    pq.write_table(pa.table({"id": range(3), "n": numbers}), folder / "rows.parquet")
+    assert [row["n"] for row in rows_of(go(folder, store, {"kind": "distinct", "by": ["n"]}))] == [1.5, 0.0999755859375]
 
 
 def test_joins_name_missing_and_repeated_keys(folder: Path, store: str) -> None:
@@ -465,14 +588,25 @@ def test_key_of_a_database_that_its_type_alters_does_not_page_for_ever(folder: P
         (sql("ago(INTERVAL 1 DAY)"), r"ago depends on"),
         (sql("age(TIMESTAMP '2020-01-01')"), r"age depends on"),
         ([{"kind": "sql", "columns": {"Text": "'a'"}}], r"0 \(sql\): the columns text and Text are the same one"),
+        (sql("pg_postmaster_start_time()"), r"pg_postmaster_start_time depends on"),
+        (sql("geomean(id)"), r"geomean depends on more"),
+        (sql("geometric_mean(id)"), r"geometric_mean depends on more"),
+        (sql("weighted_avg(id, user)"), r"weighted_avg depends on more"),
+        (sql("json_group_array(text)"), r"json_group_array depends on more"),
+        (sql("generate_subscripts([1, 2], 1)"), r"generate_subscripts depends on more"),
         (sql("(SELECT max(id) FROM batch)"), r"subquery depends on"),
         (sql("unnest([1, 2])"), r"unnest depends on"),
         (sql("id) FROM batch ORDER BY (id"), r"without commas and FROM"),
         (sql("id +"), r"columns\.n = 'id \+': syntax error"),
-        ([{"kind": "where", "predicate": "nobody = 1"}], r"stages\.0 \(where\): .*\"nobody\" not found"),
+        ([{"kind": "where", "predicate": "nobody = 1"}], r"stages\.0 \(where\)\.predicate: .*\"nobody\" not f"),
+        (
+            [{"kind": "sql", "columns": {"n": "id + 1", "m": "n + 1", "o": "nobody"}}],
+            r"\(sql\)\.columns\.o: .*\"nobody\" not found",
+        ),
         ([{"kind": "where", "predicate": "id + 1"}], r"predicate = 'id \+ 1': its type is no BOOLEAN"),
         ([{"kind": "map", "function": "nowhere:f"}], r"function = 'nowhere:f': ModuleNotFoundError"),
         ([{"kind": "map", "function": "json:dumps", "columns": {"n": "BIGINTT"}}], r"n = 'BIGINTT': .*write a type"),
+        ([*sql("[id]"), {**JOIN, "by": "n", "columns": {"age": "BIGINT"}}], r"1 \(join\)\.by = 'n': it is list<"),
         ([{"kind": "distinct", "by": ["none"]}], r"stages\.0 \(distinct\): there is no column none"),
         ({"source": {"kind": "parquet", "path": "none*.parquet"}}, r"path = 'none\*\.parquet': no such file"),
         ({"key": "nokey"}, r"key = 'nokey': the source has id, text"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sqlite3
 import subprocess
 import threading
 import time
@@ -17,6 +18,7 @@ import pytest
 from contracts.artifacts import Artifact, discard_artifact, find_artifact, list_artifacts
 from contracts.errors import InfraFault
 from contracts.leftovers import sweep_leftovers
+from contracts.parts import Parts
 from contracts.processes import start_of
 from contracts.store import open_store
 from curation.errors import PipelineError
@@ -148,7 +150,10 @@ def test_judgements_become_columns_and_unreadable_ones_are_counted(folder: Path,
 
 
 def test_endpoint_of_json_gets_columns_and_gives_a_number(folder: Path, store: str) -> None:
-    with judge_server(lambda path, body: (200, {"length": len(body["text"]), "id": body["id"]})) as server:
+    def behave(path: str, body: dict[str, Any]) -> Reply:
+        return 200, {"length": 10**400 if body["id"] == 5 else len(body["text"]), "id": body["id"]}
+
+    with judge_server(behave) as server:
         ask = {
             "kind": "ask",
             "api": "json",
@@ -157,8 +162,9 @@ def test_endpoint_of_json_gets_columns_and_gives_a_number(folder: Path, store: s
             "column": "n",
             "answer": "score",
         }
-        made = go(folder, store, {**ask, "endpoint": {"url": f"{server.url}/measure"}})
-    assert [row["n"] for row in rows_of(made)] == [len(row["text"]) for row in ROWS]
+        made = go(folder, store, {**ask, "on_error": "null", "endpoint": {"url": f"{server.url}/measure"}})
+    assert [row["n"] for row in rows_of(made)] == [None if row["id"] == 5 else len(row["text"]) for row in ROWS]
+    assert made.meta["stages"][1]["left_out"] == {"unreadable (null)": 1}
 
 
 @pytest.mark.slow
@@ -211,6 +217,22 @@ def test_unreachable_endpoint_ends_the_run_and_keeps_the_rows_before(folder: Pat
     assert len(calls(folder)) == len(ROWS), "an endpoint's address is part of no key"
 
 
+def test_run_that_joins_its_parts_adopts_the_result_of_another(
+    folder: Path, store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed, others = Parts.names, list[Artifact]()
+
+    def names(parts: Parts) -> list[str]:
+        found = listed(parts)
+        if found and not others:  # about to join them
+            monkeypatch.setattr(Parts, "names", listed)
+            others.append(go(folder, store, {"kind": "sql", "columns": {"n": "id + 1"}}))
+        return found
+
+    monkeypatch.setattr(Parts, "names", names)
+    assert go(folder, store, {"kind": "sql", "columns": {"n": "id + 1"}}).manifest == others[0].manifest
+
+
 def test_no_more_batches_are_in_flight_than_memory_is_meant_for(folder: Path, store: str) -> None:
     with judge_server(lambda path, body: said("x")) as server:
         server.delay_s = 1.0
@@ -242,6 +264,21 @@ def test_file_that_changes_behind_its_digest_is_noticed(folder: Path, store: str
     with pytest.raises(PipelineError, match=f"{path.name} changed while it was read"):
         run_pipeline(plan, open_store(store))
     assert find_artifact(open_store(store), "data", plan.key) is None
+
+
+def test_writer_of_a_database_is_noticed_by_its_log(folder: Path, store: str) -> None:
+    source = {"kind": "database", "database": {"kind": "sqlite", "path": "wal.db"}, "table": "t", "key": "id"}
+    with sqlite3.connect(folder / "wal.db") as database:
+        database.execute("PRAGMA journal_mode = WAL")
+        database.execute("CREATE TABLE t (id INTEGER)")
+    database.close()
+    plan = plan_pipeline(Pipeline.model_validate(values(source={**source, "columns": {"id": "BIGINT"}})), folder)
+    with sqlite3.connect(folder / "wal.db") as writer:
+        writer.execute("INSERT INTO t VALUES (1)")
+    with pytest.raises(PipelineError, match=r"wal\.db-wal changed while it was read"):
+        run_pipeline(plan, open_store(store))
+    writer.close()
+    assert rows_of(go(folder, store, source={**source, "columns": {"id": "BIGINT"}})) == [{"id": 1}]
 
 
 def test_postgresql_is_read_in_pages_and_joined(folder: Path, store: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -259,6 +259,14 @@ def test_parquet_of_chats_is_read_unless_it_merges_arguments(store: Store, tmp_p
     pq.write_table(pa.Table.from_pylist(merged), tmp_path / "merged.parquet")
     with pytest.raises(MixtureError, match="has arguments as a struct: write it as JSON text"):
         built(store, tmp_path / "merged.parquet")
+    times = pa.array([1, 2, 3], pa.timestamp("ns"))  # no datetime holds them
+    pq.write_table(pa.Table.from_pylist(rows).append_column("made", times), tmp_path / "times.parquet")
+    assert built(store, tmp_path / "times.parquet").table("train.parquet")["token_ids"].to_pylist() == [same, same]
+    bad = pa.array([b"\xff"] * 3)
+    text = pa.Array.from_buffers(pa.string(), 3, bad.buffers())
+    pq.write_table(pa.Table.from_pylist(rows).append_column("task", text), tmp_path / "bad.parquet")
+    with pytest.raises(MixtureError, match=r"bad\.parquet can't be read \('utf-8' codec"):
+        built(store, tmp_path / "bad.parquet")
     (tmp_path / "text.parquet").write_text("x")
     with pytest.raises(MixtureError, match=r"text\.parquet can't be read"):
         built(store, tmp_path / "text.parquet")

@@ -278,6 +278,11 @@ def test_policy_at_an_endpoint_is_measured_as_in_its_own_store(desk: Desk, serve
     there = desk.json("evaluate", url, "--tokenizer", str(folder), "--name", "gate3")
     assert there["policy_kind"] == "outside_policy" and there["names"] == ["gate3"]
     assert there["pass_rate"] == here["pass_rate"] and there["costs"]["engine_tokens"] == here["costs"]["engine_tokens"]
+    first = desk.json("episodes", "list", "--artifact", there["evaluation"])[0]["episode"]
+    shown = desk.json("episodes", "show", first)
+    assert shown["policy"] == there["policy"] and shown["messages"][0][0]["role"] == "task"
+    exported = desk.run("episodes", "export", "--artifact", there["evaluation"]).splitlines()
+    assert shown["messages"] in [json.loads(line)["messages"] for line in exported]
     turns = len(desk.sampled())
     assert desk.json("evaluate", url, "--tokenizer", str(folder), "--name", "gate3") == there
     assert len(desk.sampled()) == turns

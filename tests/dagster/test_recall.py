@@ -363,6 +363,20 @@ def test_recall_equals_a_walk_over_all_manifests_of_60_stores(tmp_path: Path) ->
         check_answers(seed, tmp_path / str(seed))
 
 
+def test_an_episode_that_the_latest_grading_left_ungraded_has_no_reward(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    episodes = [{"episode_id": f"{number:032x}", "task_id": "t0"} for number in range(2)]
+    rollouts = commit(store, "rollouts", {}, {}, episodes=table_of(EPISODES, episodes))
+    for rule, graded in enumerate(([(1.0, True), (0.5, True)], [(None, None), (0.25, False)])):
+        own = [
+            {**episode, "reward": reward, "solved": solved}
+            for episode, (reward, solved) in zip(episodes, graded, strict=True)
+        ]
+        commit(store, "rewards", {"rollouts": rollouts}, {"rule": rule}, rewards=table_of(REWARDS, own))
+    (seen,) = recall(store, "task", "t0").seen
+    assert (seen["episodes"], seen["solved"], seen["reward"]) == (2, 0, 0.25)
+
+
 def rows(number: int) -> dict[str, pa.Table]:
     found = {name: schema.empty_table() for name, schema in TABLES.items()}
     found["edges"] = pa.table({"child": [f"c{number}"], "parent": ["p"], "role": ["r"]}, schema=TABLES["edges"])

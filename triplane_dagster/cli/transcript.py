@@ -16,6 +16,7 @@ from contracts.episodes import Episode, TokenRole
 from contracts.errors import ArtifactMissing
 from contracts.store import Store
 from contracts.visible import visible
+from inference.engines.config import OUTSIDE_POLICY
 from resources.quarantine import Quarantine
 from triplane_dagster.cli.output import cell
 from triplane_dagster.episode_index import EpisodeHome, Membership, memberships, rewards_of
@@ -28,15 +29,15 @@ STYLES = {
 
 
 def tokenizer_of(store: Store, policy_version: str) -> ChatTokenizer:
-    """Tokenizer of the checkpoint with the digest `policy_version`.
+    """Tokenizer of the policy with the digest `policy_version`: a checkpoint, or one at a server.
 
     Raises ArtifactMissing if the store no longer has it.
     """
-    for checkpoint in list_artifacts(store, "checkpoint"):
-        if checkpoint.ref.digest == policy_version:
-            return ChatTokenizer.from_directory(checkpoint.path("tokenizer.json").parent)
+    for policy in (each for kind in ("checkpoint", OUTSIDE_POLICY) for each in list_artifacts(store, kind)):
+        if policy.ref.digest == policy_version:
+            return ChatTokenizer.from_directory(policy.path("tokenizer.json").parent)
     raise ArtifactMissing(
-        f"store {store.url} has no checkpoint {policy_version[:12]}, whose tokenizer decodes this episode: open the"
+        f"store {store.url} has no policy {policy_version[:12]}, whose tokenizer decodes this episode: open the"
         " store that made it"
     )
 
