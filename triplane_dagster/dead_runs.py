@@ -9,7 +9,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager, suppress
 
 import dagster as dg
@@ -25,6 +25,9 @@ TOLD_TAG = "triplane/told_to_end"
 """Tag of a run to whose process `end_dead_runs` has sent SIGTERM. Its value is the id of the run."""
 PATIENCE_S = 20.0
 """Time for the process of a canceled run to end by itself, in seconds."""
+
+CANCELED = frozenset({dg.DagsterRunStatus.CANCELED})
+ENDED = CANCELED | {dg.DagsterRunStatus.SUCCESS, dg.DagsterRunStatus.FAILURE}
 
 POLL_S = 5.0
 """Pause between two looks of a run's process at the record of the run, in seconds."""
@@ -53,12 +56,15 @@ def process_tag(run_id: str) -> dict[str, str]:
 
 
 @contextmanager
-def end_with_record(instance: dg.DagsterInstance, run_id: str) -> Iterator[None]:
-    """Context in which this process gets SIGTERM once the run that it executes is deleted or marked as ended: the next
-    run of its experiment starts then.
+def end_with_record(
+    instance: dg.DagsterInstance, run_id: str, ends: Container[dg.DagsterRunStatus] = ENDED
+) -> Iterator[None]:
+    """Context in which this process gets SIGTERM once the run that it executes is deleted or has one of these states:
+    the next run of its experiment starts then.
     """
     over = threading.Event()
-    watcher = threading.Thread(target=_watch_record, args=(instance, run_id, over), name="run-record", daemon=True)
+    arguments = (instance, run_id, ends, over)
+    watcher = threading.Thread(target=_watch_record, args=arguments, name="run-record", daemon=True)
     watcher.start()
     try:
         yield
@@ -67,14 +73,18 @@ def end_with_record(instance: dg.DagsterInstance, run_id: str) -> Iterator[None]
         watcher.join()
 
 
-def _watch_record(instance: dg.DagsterInstance, run_id: str, over: threading.Event) -> None:
-    while not over.wait(POLL_S):
-        try:
+def _watch_record(
+    instance: dg.DagsterInstance, run_id: str, ends: Container[dg.DagsterRunStatus], over: threading.Event
+) -> None:
+    begun = False
+    while True:
+        with suppress(Exception):  # whatever the database's driver raises while it is away
             run = instance.get_run_by_id(run_id)
-        except Exception:  # noqa: BLE001 (whatever the database's driver raises while it is away)
-            continue
-        if (run is None or run.is_finished) and not over.is_set():
-            os.kill(os.getpid(), signal.SIGTERM)
+            begun = begun or run is not None
+            if begun and (run is None or run.status in ends) and not over.is_set():
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
+        if over.wait(POLL_S):
             return
 
 

@@ -25,7 +25,7 @@ from resources.progress import ProgressSink, no_progress
 from resources.sampler import SamplerResource
 from resources.sandboxes import SandboxesResource
 from triplane_dagster.assembly import definitions_for
-from triplane_dagster.dead_runs import end_dead_runs, process_tag
+from triplane_dagster.dead_runs import CANCELED, end_dead_runs, end_with_record, process_tag
 from triplane_dagster.jobs import Half, base_job_name, half_job_name, iteration_job_name
 from triplane_dagster.pools import limit_pools
 from triplane_dagster.unfinished import require_idle
@@ -119,7 +119,7 @@ class Runner:
         job = self._definitions.resolve_job_def(name_of_job)
         run_id = str(uuid.uuid4())
         try:
-            with run_span(run_id, name_of_job):
+            with end_with_record(self._instance, run_id, CANCELED), run_span(run_id, name_of_job):
                 done = job.execute_in_process(
                     instance=self._instance,
                     partition_key=partition,
