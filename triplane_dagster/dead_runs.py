@@ -23,8 +23,15 @@ the tags of a run to its repetition, which another process executes. Earlier ver
 
 TOLD_TAG = "triplane/told_to_end"
 """Tag of a run to whose process `end_dead_runs` has sent SIGTERM. Its value is the id of the run."""
+CODE_SERVER_TAG = ".dagster/grpc_info"
+"""Tag that Dagster's default launcher sets: the code server that executes the run."""
+DEFINITIONS = "triplane_dagster.definitions"
+"""Module of the code location."""
 PATIENCE_S = 20.0
 """Time for the process of a canceled run to end by itself, in seconds."""
+
+UNNAMED_S = 120.0
+"""Time after its start in which the process of a run has named itself unless it died, in seconds."""
 
 CANCELED = frozenset({dg.DagsterRunStatus.CANCELED})
 ENDED = CANCELED | {dg.DagsterRunStatus.SUCCESS, dg.DagsterRunStatus.FAILURE}
@@ -111,7 +118,7 @@ def _lives(name: str) -> bool | None:
 
 
 def end_dead_runs(instance: dg.DagsterInstance) -> list[str]:
-    """End unfinished runs whose process died on this machine. Returns their ids.
+    """End unfinished runs whose process died on this machine, also between its start and its tag. Returns their ids.
 
     Runs in other pods are none of them: the run launcher watches those. It is asked for those that have not started.
 
@@ -125,11 +132,11 @@ def end_dead_runs(instance: dg.DagsterInstance) -> list[str]:
     for record in instance.get_run_records(dg.RunsFilter(statuses=_UNFINISHED)):
         run, waits_s = record.dagster_run, time.time() - record.update_timestamp.timestamp()
         name, _, executed = run.tags.get(PROCESS_TAG, "").rpartition("/")
-        if executed != run.run_id:
+        if executed != run.run_id and not (waits_s > UNNAMED_S and _has_lost_its_process(run)):
             continue
         if run.status is dg.DagsterRunStatus.CANCELING and waits_s > PATIENCE_S and _lives(name):
             _tell_to_end(instance, run, int(name.split("/")[2]))
-        elif is_dead(name):
+        elif executed != run.run_id or is_dead(name):
             why = "The process died. Committed work is kept; the next run continues from it."
             if run.remote_job_origin is None or run.status is dg.DagsterRunStatus.CANCELING:
                 instance.report_run_canceled(run, why)
@@ -137,6 +144,15 @@ def end_dead_runs(instance: dg.DagsterInstance) -> list[str]:
                 instance.report_run_failed(run, why)
             ended.append(run.run_id)
     return [*ended, *_end_lost_starts(instance)]
+
+
+def _has_lost_its_process(run: dg.DagsterRun) -> bool:
+    """Whether a process that one of our code servers started has begun a run, and did not name itself at once."""
+    origin = run.job_code_origin
+    ours = origin is not None and getattr(origin.repository_origin.code_pointer, "module", "") == DEFINITIONS
+    return (
+        ours and run.status is dg.DagsterRunStatus.STARTED and CODE_SERVER_TAG in run.tags and pid_space() is not None
+    )
 
 
 def _tell_to_end(instance: dg.DagsterInstance, run: dg.DagsterRun, pid: int) -> None:
