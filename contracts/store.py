@@ -26,6 +26,12 @@ from contracts.store_entries import Entry, Upload, check_key
 DEFAULT_STORE = ".triplane/store"
 STAGE = "stage-"
 """Prefix of the names of staging directories."""
+_GONE = (
+    "is gone, or its disk is not mounted any more: bring it back before you run the same command again, which would"
+    " begin an empty store; to begin one on purpose, first restart what has opened this one"
+)
+_filled: set[str] = set()
+"""URLs of the local stores in which this process has seen artifacts or pointers."""
 
 
 class Store(Protocol):
@@ -159,6 +165,7 @@ class LocalStore:
         self._root = root.absolute()
         self._tmp = self._root / "tmp"
         with readable_errors(self._root):
+            self._require_there()
             self._tmp.mkdir(parents=True, exist_ok=True)
 
     @property
@@ -202,18 +209,22 @@ class LocalStore:
                 with open(f"{self._root}/{check_key(key)}", "rb") as file:  # noqa: PTH123 - twice as fast
                     return file.read()
             except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+                self._require_there()
                 raise ArtifactMissing(f"store {self._root} has no {key}") from None
 
     def local_path(self, key: str) -> Path:
         """See Store.local_path."""
-        path = self._root / check_key(key)
-        if not path.is_file():
+        if not self.exists(key):
             raise ArtifactMissing(f"store {self._root} has no {key}")
-        return path
+        return self._root / key
 
     def exists(self, key: str) -> bool:
         """See Store.exists."""
-        return (self._root / check_key(key)).is_file()
+        with readable_errors(self._root):
+            found = (self._root / check_key(key)).is_file()
+            if not found:
+                self._require_there()
+        return found
 
     def list(self, prefix: str) -> list[str]:
         """See Store.list."""
@@ -225,6 +236,8 @@ class LocalStore:
                 if relative.parts[:1] == ("tmp",):
                     continue
                 found += [key for name in names if (key := (relative / name).as_posix()).startswith(prefix)]
+            if not found:
+                self._require_there()
         return sorted(found)
 
     def entries(self, prefix: str) -> Sequence[Entry]:
@@ -245,6 +258,7 @@ class LocalStore:
                 with os.scandir(self._root / folder) as found:
                     return sorted(each.name for each in found if each.is_dir() and _has_file(each.path))
             except (FileNotFoundError, NotADirectoryError):
+                self._require_there()
                 return []
 
     def checksum(self, key: str) -> str:
@@ -260,11 +274,11 @@ class LocalStore:
         """See Store.abort. Does nothing."""
 
     def delete(self, key: str) -> None:
-        """See Store.delete. Also removes empty folders."""
+        """See Store.delete. Also removes empty folders, except those of the top, by which a store is known."""
         path = self._root / check_key(key)
         path.unlink(missing_ok=True)
         for parent in path.parents:
-            if parent == self._root:
+            if self._root in (parent, parent.parent):
                 break
             try:
                 parent.rmdir()
@@ -290,9 +304,19 @@ class LocalStore:
             finally:
                 scratch.unlink(missing_ok=True)
 
+    def _require_there(self) -> None:
+        """Raise StoreError if the directory has lost its content since this process saw it: what was made would count
+        as never made.
+        """
+        if any((self._root / folder).is_dir() for folder in ("artifacts", "pointers")):
+            _filled.add(self.url)
+        elif self.url in _filled:
+            raise StoreError(f"store {self._root} {_GONE}")
+
     def _link(self, scratch: Path, key: str) -> bool:
         target = self._root / key
         scratch.chmod(0o444)
+        self._require_there()  # else the next line would begin a store
         for _ in range(3):
             target.parent.mkdir(parents=True, exist_ok=True)
             try:
@@ -331,7 +355,7 @@ def readable_errors(root: Path, what: str = "store", variable: str = "TRIPLANE_S
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             fix = f"is full: free some space, or point {variable} elsewhere, then run the same command again"
-        elif error.errno in (errno.EIO, errno.ESTALE):
+        elif error.errno in (errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT):
             fix = f"can't be read or written ({error.strerror}): check its disk, then run the same command again"
         elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             fix = f"is not writable ({error.strerror}): fix its permissions, or point {variable} elsewhere"
@@ -339,6 +363,9 @@ def readable_errors(root: Path, what: str = "store", variable: str = "TRIPLANE_S
             fix = f"can't be read ({error.strerror}): raise the limit, `ulimit -n`"
         elif error.errno in (errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG):
             fix = f"is not a directory ({error.strerror}): point {variable} at one"
+        elif error.errno == errno.ENOENT and not root.exists():
+            again = "is gone: run the same command again, which makes it anew"
+            fix = _GONE if variable == "TRIPLANE_STORE" else again
         else:
             raise
         raise StoreError(f"{what} {root} {fix}") from None

@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import Literal
 
 from contracts.artifacts import MANIFEST, Artifact, FileEntry, find_artifact
+from contracts.attempts import read_note
 from contracts.errors import ArtifactCorrupt, ArtifactMissing, SchemaError
 from contracts.leftovers import leftovers, sweep_leftover
-from contracts.store import Store
+from contracts.owned import fate_of_owner
+from contracts.store import STAGE, Store
 from contracts.store_entries import Entry, Upload
 
 OLD_S = 24 * 3600.0
@@ -107,7 +109,7 @@ def remove_garbage(store: Store, garbage: Garbage) -> bool:
         store.abort(garbage.upload)
     else:
         _, kind, key, attempt, _ = garbage.place.split("/")
-        if _is_named(store, kind, key, attempt):
+        if garbage.place in _at_work(store) or _is_named(store, kind, key, attempt):
             return False
         store.discard(garbage.place)
     return True
@@ -155,14 +157,23 @@ def _check_file(store: Store, key: str, entry: FileEntry, size: int | None) -> F
 
 
 def _attempts(store: Store, now: float) -> Iterator[Garbage]:
-    """Attempts that no manifest names."""
+    """Attempts that no manifest names, and that no process of this machine is writing."""
+    at_work = _at_work(store)
     entries = [entry for entry in store.entries("artifacts/") if len(entry.key.split("/")) > 4]
     for folder, group in groupby(entries, key=lambda entry: entry.key.split("/")[:4]):
         _, kind, key, attempt = folder
         files: list[Entry] = list(group)
         age = now - max(entry.modified_unix for entry in files)
-        if not _is_named(store, kind, key, attempt):
-            yield Garbage("attempt", "/".join(folder) + "/", sum(entry.size for entry in files), age)
+        place = "/".join(folder) + "/"
+        if place not in at_work and not _is_named(store, kind, key, attempt):
+            yield Garbage("attempt", place, sum(entry.size for entry in files), age)
+
+
+def _at_work(store: Store) -> set[str]:
+    """Attempts of living processes of this machine: age tells nothing after a jump of the clock, or a suspension."""
+    stages = [each for each in store.scratch.iterdir() if fate_of_owner(each.name, STAGE) == "alive"]
+    notes = [note for stage in stages if (note := read_note(stage)) is not None and note.store == store.url]
+    return {f"{note.folder}/{note.attempt}/" for note in notes}
 
 
 def _is_named(store: Store, kind: str, key: str, attempt: str) -> bool:

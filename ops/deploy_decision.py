@@ -146,7 +146,7 @@ def _decide(
         return decided("live", f"{gate.sentence}{other}", entry.number), played
     if refusal is not None:
         return decided("refused", refusal), played
-    return decided("stale", f"{gate.sentence}; but {_why_stale(registry, candidate, parent)}"), played
+    return decided("stale", f"{gate.sentence}; but {why_stale(registry, candidate, parent)}"), played
 
 
 def _try_to_promote(
@@ -178,7 +178,8 @@ def _try_to_promote(
     return None, played
 
 
-def _why_stale(registry: Registry, candidate: ArtifactRef, parent: ArtifactRef) -> str:
+def why_stale(registry: Registry, candidate: ArtifactRef, parent: ArtifactRef) -> str:
+    """Why a candidate that is good enough is not live."""
     live, before = registry.live(), registry.find(candidate.digest)
     if before is not None:
         return f"it was live before, as change {before.number}: `triplane rollback --to {before.number}` brings it back"

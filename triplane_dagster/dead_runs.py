@@ -9,7 +9,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager, suppress
 
 import dagster as dg
@@ -23,8 +23,18 @@ the tags of a run to its repetition, which another process executes. Earlier ver
 
 TOLD_TAG = "triplane/told_to_end"
 """Tag of a run to whose process `end_dead_runs` has sent SIGTERM. Its value is the id of the run."""
+CODE_SERVER_TAG = ".dagster/grpc_info"
+"""Tag that Dagster's default launcher sets: the code server that executes the run."""
+DEFINITIONS = "triplane_dagster.definitions"
+"""Module of the code location."""
 PATIENCE_S = 20.0
 """Time for the process of a canceled run to end by itself, in seconds."""
+
+UNNAMED_S = 120.0
+"""Time after its start in which the process of a run has named itself unless it died, in seconds."""
+
+CANCELED = frozenset({dg.DagsterRunStatus.CANCELED})
+ENDED = CANCELED | {dg.DagsterRunStatus.SUCCESS, dg.DagsterRunStatus.FAILURE}
 
 POLL_S = 5.0
 """Pause between two looks of a run's process at the record of the run, in seconds."""
@@ -53,12 +63,15 @@ def process_tag(run_id: str) -> dict[str, str]:
 
 
 @contextmanager
-def end_with_record(instance: dg.DagsterInstance, run_id: str) -> Iterator[None]:
-    """Context in which this process gets SIGTERM once the run that it executes is deleted or marked as ended: the next
-    run of its experiment starts then.
+def end_with_record(
+    instance: dg.DagsterInstance, run_id: str, ends: Container[dg.DagsterRunStatus] = ENDED
+) -> Iterator[None]:
+    """Context in which this process gets SIGTERM once the run that it executes is deleted or has one of these states:
+    the next run of its experiment starts then.
     """
     over = threading.Event()
-    watcher = threading.Thread(target=_watch_record, args=(instance, run_id, over), name="run-record", daemon=True)
+    arguments = (instance, run_id, ends, over)
+    watcher = threading.Thread(target=_watch_record, args=arguments, name="run-record", daemon=True)
     watcher.start()
     try:
         yield
@@ -67,14 +80,18 @@ def end_with_record(instance: dg.DagsterInstance, run_id: str) -> Iterator[None]
         watcher.join()
 
 
-def _watch_record(instance: dg.DagsterInstance, run_id: str, over: threading.Event) -> None:
-    while not over.wait(POLL_S):
-        try:
+def _watch_record(
+    instance: dg.DagsterInstance, run_id: str, ends: Container[dg.DagsterRunStatus], over: threading.Event
+) -> None:
+    begun = False
+    while True:
+        with suppress(Exception):  # whatever the database's driver raises while it is away
             run = instance.get_run_by_id(run_id)
-        except Exception:  # noqa: BLE001 (whatever the database's driver raises while it is away)
-            continue
-        if (run is None or run.is_finished) and not over.is_set():
-            os.kill(os.getpid(), signal.SIGTERM)
+            begun = begun or run is not None
+            if begun and (run is None or run.status in ends) and not over.is_set():
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
+        if over.wait(POLL_S):
             return
 
 
@@ -101,7 +118,7 @@ def _lives(name: str) -> bool | None:
 
 
 def end_dead_runs(instance: dg.DagsterInstance) -> list[str]:
-    """End unfinished runs whose process died on this machine. Returns their ids.
+    """End unfinished runs whose process died on this machine, also between its start and its tag. Returns their ids.
 
     Runs in other pods are none of them: the run launcher watches those. It is asked for those that have not started.
 
@@ -115,11 +132,11 @@ def end_dead_runs(instance: dg.DagsterInstance) -> list[str]:
     for record in instance.get_run_records(dg.RunsFilter(statuses=_UNFINISHED)):
         run, waits_s = record.dagster_run, time.time() - record.update_timestamp.timestamp()
         name, _, executed = run.tags.get(PROCESS_TAG, "").rpartition("/")
-        if executed != run.run_id:
+        if executed != run.run_id and not (waits_s > UNNAMED_S and _has_lost_its_process(run)):
             continue
         if run.status is dg.DagsterRunStatus.CANCELING and waits_s > PATIENCE_S and _lives(name):
             _tell_to_end(instance, run, int(name.split("/")[2]))
-        elif is_dead(name):
+        elif executed != run.run_id or is_dead(name):
             why = "The process died. Committed work is kept; the next run continues from it."
             if run.remote_job_origin is None or run.status is dg.DagsterRunStatus.CANCELING:
                 instance.report_run_canceled(run, why)
@@ -127,6 +144,15 @@ def end_dead_runs(instance: dg.DagsterInstance) -> list[str]:
                 instance.report_run_failed(run, why)
             ended.append(run.run_id)
     return [*ended, *_end_lost_starts(instance)]
+
+
+def _has_lost_its_process(run: dg.DagsterRun) -> bool:
+    """Whether a process that one of our code servers started has begun a run, and did not name itself at once."""
+    origin = run.job_code_origin
+    ours = origin is not None and getattr(origin.repository_origin.code_pointer, "module", "") == DEFINITIONS
+    return (
+        ours and run.status is dg.DagsterRunStatus.STARTED and CODE_SERVER_TAG in run.tags and pid_space() is not None
+    )
 
 
 def _tell_to_end(instance: dg.DagsterInstance, run: dg.DagsterRun, pid: int) -> None:

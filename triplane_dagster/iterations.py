@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from contracts.artifacts import open_artifact
 from contracts.store import Store
-from ops.deploy_decision import Decision, read_decision
+from ops.deploy_decision import Decision, read_decision, why_stale
 from ops.iteration_keys import iteration_key, next_iteration
 from resources.experiment import Experiment
 from resources.refs import has_ref, read_ref
+from resources.registry import Registry
 
 
 def is_finished(store: Store, experiment: Experiment, iteration: str) -> bool:
@@ -29,6 +30,18 @@ def decision_of(store: Store, experiment: Experiment, iteration: str) -> Decisio
     """Decision of an iteration, or None if there is none yet."""
     ref = read_ref(store, experiment.name, "sampler", iteration)
     return read_decision(open_artifact(store, ref)) if ref else None
+
+
+def standing_decision(store: Store, experiment: Experiment, iteration: str) -> Decision | None:
+    """Like `decision_of`, but stale for a candidate that went live and is not live now. Weights that equal those of a
+    policy that was rolled back have its decision.
+    """
+    decision, registry = decision_of(store, experiment, iteration), Registry(store, experiment.name)
+    live = registry.live()
+    if decision is None or decision.decision != "live" or (live and live.policy.digest == decision.candidate.digest):
+        return decision
+    why = why_stale(registry, decision.candidate, decision.parent)
+    return decision.model_copy(update={"decision": "stale", "reasons": [why]})
 
 
 def may_continue(store: Store, experiment: Experiment, iteration: str) -> bool:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import dagster as dg
 
 from assets.naming import key_of
+from contracts.errors import ConfigError
 from contracts.store import open_store
 from ops.iteration_keys import require_key
 from ops.retries import steps_in_one_process
@@ -22,7 +25,7 @@ from resources.progress import ProgressSink, no_progress
 from resources.sampler import SamplerResource
 from resources.sandboxes import SandboxesResource
 from triplane_dagster.assembly import definitions_for
-from triplane_dagster.dead_runs import end_dead_runs, process_tag
+from triplane_dagster.dead_runs import CANCELED, end_dead_runs, end_with_record, process_tag
 from triplane_dagster.jobs import Half, base_job_name, half_job_name, iteration_job_name
 from triplane_dagster.pools import limit_pools
 from triplane_dagster.unfinished import require_idle
@@ -33,14 +36,30 @@ _QUIET = {"loggers": {"console": {"config": {"log_level": "WARNING"}}}}
 
 def open_instance(folder: Path | None = None) -> dg.DagsterInstance:
     """Dagster instance, shared with the web server: $DAGSTER_HOME, else the dagster.yaml in `folder` (default:
-    here).
+    here). Raises ConfigError.
     """
-    if os.environ.get("DAGSTER_HOME"):
+    home = os.environ.get("DAGSTER_HOME")
+    if home:
+        _require_plain(home, home)
         return dg.DagsterInstance.get()
     where = folder or Path()
     if not (where / "dagster.yaml").is_file():
         where = Path(__file__).resolve().parents[1]
+    _require_plain(str(where), str(Path.cwd()))
     return dg.DagsterInstance.from_config(str(where))
+
+
+def _require_plain(config: str, records: str) -> None:
+    """Raise ConfigError for a folder that Dagster takes for another one: it looks for dagster.yaml with wildcards, and
+    names its databases by URLs.
+    """
+    misread = records if unquote(records.split("?")[0]) != records else None
+    misread = config if glob.escape(config) != config else misread
+    if misread is not None:
+        raise ConfigError(
+            f"Dagster misreads the path {misread}: rename the folder that has a ?, *, [ or % in its name, or point"
+            " DAGSTER_HOME at another one"
+        )
 
 
 class Runner:
@@ -100,7 +119,7 @@ class Runner:
         job = self._definitions.resolve_job_def(name_of_job)
         run_id = str(uuid.uuid4())
         try:
-            with run_span(run_id, name_of_job):
+            with end_with_record(self._instance, run_id, CANCELED), run_span(run_id, name_of_job):
                 done = job.execute_in_process(
                     instance=self._instance,
                     partition_key=partition,

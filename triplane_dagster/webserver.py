@@ -80,8 +80,10 @@ def main(
     from triplane_dagster.experiment_files import experiments_folder, load_folder
     from triplane_dagster.pools import limit_pools
     from triplane_dagster.run import open_instance
+    from triplane_dagster.ticks import forget_future_ticks
 
     with open_instance() as instance:
+        forget_future_ticks(instance)
         limit_pools(instance, load_folder(experiments_folder()).experiments)
         serve(instance, workspace, host, port)
 

@@ -17,6 +17,7 @@ import gc
 import io
 import json
 import os
+import resource
 import secrets
 import select
 import signal
@@ -190,7 +191,7 @@ class _Runner:
         try:
             os.dup2(self._log, 1)
             os.dup2(self._log, 2)
-            report = 100 + secrets.randbelow(800)
+            report = _random_descriptor()
             os.dup2(write_end, report, inheritable=False)
             os.closerange(3, report)
             os.closerange(report + 1, 1024)
@@ -215,6 +216,14 @@ class _Runner:
             sys.stderr.flush()
         finally:
             linux.leave(agreed)
+
+
+def _random_descriptor() -> int:
+    """Number for a descriptor that code under test can't guess, from 100 to 899 or below the limit of open files."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = 900 if limit == resource.RLIM_INFINITY else min(900, limit)
+    least = min(100, most // 2)
+    return least + secrets.randbelow(most - least)
 
 
 def _hide_ourselves() -> None:

@@ -7,6 +7,7 @@ starts the next one of the reserve; with `rollouts.carry_over`, groups in excess
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import threading
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -17,7 +18,7 @@ from typing import Protocol
 from contracts.artifacts import Artifact, open_artifact
 from contracts.chat import ChatTokenizer
 from contracts.episodes import STRAGGLERS, Episode, Outcome
-from contracts.errors import InfraFault
+from contracts.errors import InfraFault, StoreError
 from contracts.failpoints import failpoint
 from contracts.store import Store
 from contracts.tasks import Task
@@ -36,6 +37,7 @@ from inference.rollouts.plan import CARRIED_OVER, GroupPlan, RolloutPlan
 from inference.rollouts.progress import Meter, Progress, no_progress
 from inference.rollouts.runner import play_groups
 
+_log = logging.getLogger(__name__)
 CLAIM_POLL_S = 0.5
 
 
@@ -110,7 +112,7 @@ async def run_shard(
     owner, meter = ClaimOwner(store, plan.key), Meter(shard, progress)
     commits = _GroupCommits(plan, shard, tasks, store, grader, owner, player.stopping)
     with _cancelled_by_sigterm():
-        async with _lease(owner):
+        async with holding(owner):
             families = {task.task_id: task.family for task in tasks.values()}
             ordered = longest_first(commits.planned, seconds or {}, families)
             ordered.sort(key=lambda group: not group.earlier)  # what was carried over comes first
@@ -258,13 +260,19 @@ async def _require_supports(engine: Engine, config: RolloutConfig) -> None:
 
 
 @asynccontextmanager
-async def _lease(owner: ClaimOwner) -> AsyncIterator[None]:
-    """Hold the owner's lease, renewed three times in each lease time. Leaving the block gives up its claims."""
+async def holding(owner: ClaimOwner) -> AsyncIterator[None]:
+    """Hold the owner's lease, renewed three times in each lease time. Leaving the block gives up its claims.
+
+    A renewal may fail: without the later ones, other workers would sample the same groups.
+    """
 
     async def keep() -> None:
         while True:
             await asyncio.sleep(owner.lease_s / 3)
-            await asyncio.to_thread(owner.renew)
+            try:
+                await asyncio.to_thread(owner.renew)
+            except StoreError as error:
+                _log.warning("the lease on the groups of a shard was not renewed: %s", error)
 
     await asyncio.to_thread(owner.renew)
     keeping = asyncio.create_task(keep())

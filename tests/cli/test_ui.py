@@ -61,6 +61,34 @@ def test_a_daemon_that_ends_is_started_again(tmp_path: Path, capsys: pytest.Capt
     assert start_of(second) is None, "it ends with the UI"
 
 
+def test_a_daemon_is_started_again_after_a_fault_and_after_the_clock_was_set_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would wait until the clock is where it was."""
+    pids, over, ahead, starts = tmp_path / "pids", threading.Event(), [86400.0], iter([OSError("disk full"), None])
+    real = time.time
+    monkeypatch.setattr("triplane_dagster.cli.ui.time.time", lambda: real() + ahead[0])
+    monkeypatch.setattr("triplane_dagster.cli.ui.backoff_s", lambda failures, first_s, longest_s: 0.01)
+
+    def before() -> None:
+        if (fault := next(starts, None)) is not None:
+            raise fault
+
+    command = ["sh", "-c", f"echo $$ >>{pids}; exec sleep 600"]
+    keeper = threading.Thread(target=keep_running, args=(command, over, before))
+    keeper.start()
+    try:
+        (first,) = await_lines(pids, 1)
+        assert "daemon could not be started (disk full); starting it again" in capsys.readouterr().err
+        ahead[0] = 0.0
+        await_lines(pids, 2)
+        assert "was stopped, since the clock was set back by 86400 s" in capsys.readouterr().err
+        assert start_of(first) is None
+    finally:
+        over.set()
+        keeper.join()
+
+
 def await_lines(path: Path, count: int) -> list[int]:
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:

@@ -43,6 +43,35 @@ def test_a_moved_file_is_stored_once_and_gone(store: Store, tmp_path: Path) -> N
     assert store.get("a") == b"first"
 
 
+@pytest.mark.parametrize("unmounted", [False, True], ids=["renamed", "unmounted"])
+def test_a_store_that_goes_away_is_not_taken_for_an_empty_one(unmounted: bool, tmp_path: Path) -> None:
+    place = tmp_path / "store"
+    held = LocalStore(place)
+    write(held, "k", b"bytes")
+    place.rename(tmp_path / "elsewhere")
+    if unmounted:
+        (place / "tmp").mkdir(parents=True)  # the mount point, in which another process began a store
+    for use in (
+        lambda: LocalStore(place),
+        lambda: held.get("artifacts/thing/k/manifest.json"),
+        lambda: Pointer(held, "live/e").current(),
+        lambda: held.exists("a"),
+        lambda: held.local_path("a"),
+        lambda: held.folders("artifacts/"),
+        lambda: held.create("a", b""),
+        lambda: write(held, "other", b""),
+    ):
+        with pytest.raises(StoreError, match=r"is gone, or its disk is not mounted any more: bring it back") as error:
+            use()
+        assert not isinstance(error.value, ArtifactMissing)
+    assert not [path for path in place.rglob("*") if path.name != "tmp"]
+    if unmounted:
+        (place / "tmp").rmdir()
+        place.rmdir()
+    (tmp_path / "elsewhere").rename(place)
+    assert find_artifact(LocalStore(place), "thing", "k") and held.create("a", b"")
+
+
 def test_list_is_sorted_and_by_prefix(store: Store, tmp_path: Path) -> None:
     (tmp_path / "source").write_bytes(b"3")
     store.create("x/2", b"")

@@ -11,9 +11,10 @@ import boto3
 import pytest
 
 from contracts.artifacts import Artifact, ArtifactWriter, find_artifact
+from contracts.digests import sha256
 from contracts.s3store import S3Store
 from contracts.store import STAGE, LocalStore, Store
-from contracts.upkeep import check_store, find_garbage, remove_garbage
+from contracts.upkeep import Garbage, check_store, find_garbage, remove_garbage
 
 NOW = -1.0
 """Seconds that spare nothing, however young."""
@@ -98,6 +99,18 @@ def test_what_is_young_may_have_a_live_writer(store: Store) -> None:
     store.create(f"artifacts/thing/{KEY}/attempt/data.bin", b"1")
     assert find_garbage(store) == []
     assert len(find_garbage(store, NOW)) == 1
+
+
+def test_the_attempt_of_a_living_writer_stays_whatever_its_age(store: Store) -> None:
+    """A clock set forward, or a machine that was suspended, makes every file old."""
+    with ArtifactWriter(store, "thing", KEY, parents={}, config={}, code_version="1") as out:
+        place = out.open_attempt()
+        store.create(f"{place}/part.bin", b"part")
+        out.add_stored("part.bin", 4, sha256(b"part"), None)
+        assert find_garbage(store, NOW) == []
+        assert not remove_garbage(store, Garbage("attempt", f"{place}/", 4, 1e6))
+        out.commit()
+    assert check_store(store).faults == []
 
 
 def test_an_attempt_that_was_committed_meanwhile_stays(store: Store) -> None:

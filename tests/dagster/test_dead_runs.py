@@ -1,20 +1,34 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import dagster as dg
 import pytest
+from dagster._core.code_pointer import ModuleCodePointer
+from dagster._core.origin import JobPythonOrigin, RepositoryPythonOrigin
 
 from contracts.processes import start_of
+from resources.experiment import Experiment
 from triplane_dagster import dead_runs
-from triplane_dagster.dead_runs import PROCESS_TAG, end_dead_runs, process_name
+from triplane_dagster.dead_runs import (
+    CODE_SERVER_TAG,
+    DEFINITIONS,
+    PROCESS_TAG,
+    end_dead_runs,
+    process_name,
+    process_tag,
+)
+from triplane_dagster.run import Runner
 
 SLEEPER = """
 import os, sys, time, dagster as dg
@@ -124,6 +138,38 @@ def test_a_process_whose_run_is_deleted_or_marked_as_canceled_meanwhile_ends(how
         child.wait()
 
 
+@pytest.mark.parametrize("how", [pytest.param("deleted", marks=pytest.mark.slow), "canceled", "failed"])
+def test_a_command_ends_once_its_run_is_deleted_or_canceled_and_not_by_its_own_failure(
+    how: str, tiny: Experiment, blank_dagster: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = threading.Event()
+    ours = SimpleNamespace(getpid=os.getpid, kill=lambda pid, number: told.set())
+    monkeypatch.setattr(dead_runs, "os", ours)
+    monkeypatch.setattr(dead_runs, "POLL_S", 0.02)
+
+    @dg.op
+    def end() -> None:
+        (run,) = instance.get_runs()
+        if how == "deleted":
+            instance.delete_run(run.run_id)
+        elif how == "canceled":
+            instance.report_run_canceled(run, "Force termination immediately")
+        if how == "failed" or told.wait(20):
+            raise RuntimeError("it ended")
+
+    @dg.job
+    def nap() -> None:
+        end()
+
+    shutil.copytree(blank_dagster, tmp_path / "dagster")
+    with dg.DagsterInstance.local_temp(str(tmp_path / "dagster")) as instance:
+        runner = object.__new__(Runner)
+        runner.experiment, runner._instance, runner._definitions = tiny, instance, dg.Definitions(jobs=[nap])
+        with pytest.raises(RuntimeError, match="it ended"):
+            runner._run("nap", None)
+    assert told.is_set() == (how != "failed")
+
+
 def test_a_repetition_is_not_taken_for_the_run_whose_tags_it_has(tmp_path: Path) -> None:
     """Dagster copies tags to repetitions; they wait or run in another process."""
     with (
@@ -133,6 +179,39 @@ def test_a_repetition_is_not_taken_for_the_run_whose_tags_it_has(tmp_path: Path)
         child.kill()
         child.wait()
         assert end_dead_runs(instance) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "named", "waits_s", "ended"),
+    [
+        (DEFINITIONS, False, 130, True),
+        (DEFINITIONS, False, 60, False),
+        (DEFINITIONS, True, 130, False),
+        ("x", False, 130, False),
+    ],
+    ids=["lost", "beginning", "alive", "of another code location"],
+)
+def test_a_run_whose_process_was_killed_before_it_named_itself_is_ended(
+    module: str,
+    named: bool,
+    waits_s: float,
+    ended: bool,
+    blank_dagster: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shutil.copytree(blank_dagster, tmp_path / "dagster")
+    with dg.DagsterInstance.local_temp(str(tmp_path / "dagster")) as instance:
+        place = RepositoryPythonOrigin(sys.executable, ModuleCodePointer(module, "defs"))
+        run_id = str(uuid.uuid4())
+        tags = {CODE_SERVER_TAG: "{}", **(process_tag(run_id) if named else {})}
+        started = dg.DagsterRun(
+            "nap", run_id, status=dg.DagsterRunStatus.STARTED, tags=tags, job_code_origin=JobPythonOrigin("nap", place)
+        )
+        instance.add_run(started)
+        now = time.time()
+        monkeypatch.setattr(dead_runs, "time", SimpleNamespace(time=lambda: now + waits_s))
+        assert end_dead_runs(instance) == ([run_id] if ended else [])
 
 
 def test_process_identity_contains_pid_and_start_time() -> None:

@@ -1,13 +1,16 @@
 """Dagster's SQLite event log stays open during a run, since closing it after each event takes several fsyncs."""
 
+import re
 from pathlib import Path
 
 import dagster as dg
 import pytest
 
+from contracts.errors import ConfigError
 from resources.event_log import event_log_kept_open
 from resources.ref_io import RefIOManager
 from resources.store import StoreResource
+from triplane_dagster.run import open_instance
 
 
 def write_ahead_logs(folder: Path) -> set[str]:
@@ -39,3 +42,16 @@ def test_other_event_logs_are_left_alone(tmp_path: Path) -> None:
         assert instance.get_runs_count() == 0
     with event_log_kept_open(None, None):
         pass
+
+
+@pytest.mark.parametrize(("name", "home"), [("what?", False), ("a%41", False), ("a[1]", True), ("a%20b", True)])
+def test_a_folder_that_dagster_takes_for_another_one_is_refused(
+    name: str, home: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / name
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("DAGSTER_HOME", str(folder) if home else "")
+    with pytest.raises(ConfigError, match=rf"Dagster misreads the path .*{re.escape(name)}: rename the folder"):
+        open_instance()
+    assert [path.name for path in tmp_path.iterdir()] == [name] and not list(folder.iterdir())

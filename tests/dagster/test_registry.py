@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pinning import decide
 
 from contracts.artifacts import ArtifactRef
 from contracts.digests import canonical_json
@@ -17,6 +18,7 @@ from resources.errors import NotMaterialized, RegistryError
 from resources.experiment import Experiment
 from resources.refs import read_ref, require_ref, write_ref
 from resources.registry import BasePolicy, LivePolicy, Registry, Restorable
+from triplane_dagster.iterations import decision_of, standing_decision
 from triplane_dagster.targets import begin_target, end_target
 
 
@@ -102,6 +104,22 @@ def test_a_rollback_adds_an_entry_and_restores_policy_and_trainer_state(tmp_path
     assert back.rollback is not None and (back.rollback.to, back.rollback.reason) == (1, "a drill")
     assert registry.standing() == [1]
     assert set(registry.rolled_back()) == {policy("b").digest, policy("c").digest}
+
+
+def test_a_decision_about_the_weights_of_a_policy_that_was_rolled_back_does_not_say_live(
+    tiny: Experiment, tmp_path: Path
+) -> None:
+    one, registry, store = (
+        tiny.model_copy(update={"name": "one"}),
+        registry_of(tmp_path, "a"),
+        open_store(str(tmp_path)),
+    )
+    decide(store, one, "0000", "live", policy("a").digest)
+    assert standing_decision(store, one, "0000") == decision_of(store, one, "0000")
+    go_back(registry, "base")
+    found = standing_decision(store, one, "0000")
+    assert found is not None and found.decision == "stale"
+    assert found.reasons == ["it was live before, as change 1: `triplane rollback --to 1` brings it back"]
 
 
 def test_without_a_target_each_rollback_goes_one_promotion_further_back(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -17,7 +18,7 @@ from dagster._core.remote_origin import (
     RemoteInstigatorOrigin,
     RemoteRepositoryOrigin,
 )
-from dagster._core.scheduler.instigation import InstigatorState, InstigatorStatus, InstigatorType
+from dagster._core.scheduler.instigation import InstigatorState, InstigatorStatus, InstigatorType, SensorInstigatorData
 from dagster._core.storage.tags import AUTO_RETRY_RUN_ID_TAG, PARENT_RUN_ID_TAG, ROOT_RUN_ID_TAG
 from dagster._utils.tags import TagConcurrencyLimitsCounter
 from pinning import commit, counting_store, decide, make_base, pin, sample
@@ -37,6 +38,7 @@ from triplane_dagster.schedules import night_request, nightly
 from triplane_dagster.sensors import next_request
 from triplane_dagster.sequence import run_iterations
 from triplane_dagster.targets import begin_target, last_target, request_target, unfinished_target
+from triplane_dagster.ticks import forget_future_ticks
 from triplane_dagster.training_job import NIGHT_TAG, Training, train_config, train_job, train_job_name
 from triplane_dagster.unfinished import require_idle
 
@@ -401,6 +403,24 @@ def test_a_request_is_refused_while_its_sensor_is_stopped(
         instance.update_instigator_state(state.with_status(InstigatorStatus.RUNNING))
         desk.train(iterations=2)
         assert unfinished_target(desk.store, tiny) is not None
+
+
+def test_sensors_go_on_after_the_clock_was_set_back(blank_dagster: Path, tmp_path: Path) -> None:
+    """Dagster evaluates no sensor before its last tick is past, and neither stopping nor resetting it helps."""
+    shutil.copytree(blank_dagster, tmp_path / "dagster")
+    with dg.DagsterInstance.local_temp(str(tmp_path / "dagster")) as instance:
+        repository = RemoteRepositoryOrigin(RegisteredCodeLocationOrigin("here"), "__repository__")
+        for name, tick in (("ahead", time.time() + 86400), ("usual", time.time() - 5)):
+            data = SensorInstigatorData(tick, cursor="kept", last_tick_start_timestamp=tick)
+            origin = RemoteInstigatorOrigin(repository, name)
+            instance.add_instigator_state(
+                InstigatorState(origin, InstigatorType.SENSOR, InstigatorStatus.RUNNING, data)
+            )
+        assert forget_future_ticks(instance) == ["ahead"] and forget_future_ticks(instance) == []
+        found = [state.sensor_instigator_data for state in instance.all_instigator_state()]
+        ticks = [(data.last_tick_timestamp or 0, data.last_tick_start_timestamp or 0) for data in found if data]
+        assert len(ticks) == 2 and all(0 < each <= time.time() for tick in ticks for each in tick)
+        assert all(data.cursor == "kept" for data in found if data)
 
 
 def test_the_command_line_and_the_job_know_of_one_another(desk: Desk) -> None:

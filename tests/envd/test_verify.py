@@ -3,6 +3,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import envd.client
 from envd.client import ToolCall, VerifyResult
 from envd.operations.client import OperationsClient
 from tests.envd.harness import FILES, FIX, HIDDEN, TESTS, Harness
+from tests.envd.verifying import Verifying
 
 RIGHT = "def add(a, b):\n    return a + b\n"
 WRONG = FILES["calc.py"].decode()
@@ -27,6 +29,15 @@ def test_a_fix_passes_and_the_bug_fails(anywhere: Harness) -> None:
     assert (fixed.exit, statuses(fixed)) == ("completed", ["passed", "passed"])
     assert (broken.exit, statuses(broken)) == ("completed", ["failed", "passed"])
     assert broken.outcomes[0].message == "assert -1 == 3\n +  where -1 = add(1, 2)"
+
+
+def test_a_low_limit_of_open_files_changes_no_verdict() -> None:
+    with Verifying("namespaces") as verifier:
+        resource.prlimit(verifier.pid, resource.RLIMIT_NOFILE, (160, 160))
+        found = [verifier.verify({"calc.py": RIGHT}) for _ in range(4)]
+    assert [(each.exit, statuses(each), each.tampering) for each in found] == [
+        ("completed", ["passed", "passed"], ())
+    ] * 4
 
 
 def test_outcomes_are_in_request_order_and_unknown_tests_are_missing(anywhere: Harness) -> None:

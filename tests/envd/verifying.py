@@ -36,6 +36,11 @@ class Verifying:
         self._zygote = self._loop.run_until_complete(start)
         return self
 
+    @property
+    def pid(self) -> int:
+        """Process that forks the verifiers."""
+        return self._zygote._process.pid
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 import threading
@@ -8,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from contracts.errors import StoreError
 from contracts.store import LocalStore
 from inference.rollouts.claims import ClaimOwner, clear_claims
+from inference.rollouts.worker import holding
 
 ROOT = Path(__file__).parents[2]
 
@@ -49,6 +52,28 @@ def test_a_claim_is_kept_by_its_owner_and_free_once_the_lease_ends(tmp_path: Pat
     first.end()
     assert second.claim("g")
     assert not owner(store).claim("g")
+
+
+def test_a_failed_renewal_does_not_end_the_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, full = LocalStore(tmp_path), iter([StoreError("store is full")])
+    create = store.create
+
+    def create_or_fail(key: str, data: bytes, *, cached: bool = False) -> bool:
+        if key.endswith("/00000002.json") and (fault := next(full, None)) is not None:
+            raise fault
+        return create(key, data, cached=cached)
+
+    monkeypatch.setattr(store, "create", create_or_fail)
+    first = ClaimOwner(store, "k", lease_s=0.6)
+
+    async def hold() -> None:
+        async with holding(first):
+            assert first.claim("g")
+            await asyncio.sleep(1.0)
+            assert not owner(store).claim("g")
+
+    asyncio.run(hold())
+    assert owner(store).claim("g")
 
 
 class SlowStore(LocalStore):

@@ -150,7 +150,7 @@ def _carry_out(
     from ops.quarantine.retrain import needs_rebuild
     from triplane_dagster import quarantine as work
     from triplane_dagster.cli.bars import Bars
-    from triplane_dagster.iterations import decision_of
+    from triplane_dagster.iterations import standing_decision
     from triplane_dagster.run import open_instance
 
     rows = []
@@ -163,7 +163,7 @@ def _carry_out(
                 rebuilt.faults.append(f"{wanted.name} was not trained again: iteration {plan.iteration} has no dataset")
                 continue
             done = work.retrain(store, wanted, plan, f"quarantine: {mark}", instance, bars)
-            decided = decision_of(store, wanted, plan.iteration)
+            decided = standing_decision(store, wanted, plan.iteration)
             rows.append(
                 {
                     "experiment": wanted.name,

@@ -9,10 +9,9 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -33,6 +32,8 @@ GRACE_S = 20.0
 POLL_S = 0.5
 STEADY_S = 60.0
 """Seconds after which a daemon counts as one that ran well."""
+SET_BACK_S = 30.0
+"""Step back of the clock, in seconds, after which the daemon is started again: it would wait for the time before."""
 
 
 def ui(
@@ -57,10 +58,11 @@ def ui(
     from triplane_dagster.webserver import serve
 
     # records, store and experiments are those of this folder, as for every other command
-    with open_instance() as instance, alone(Path(os.environ.get("DAGSTER_HOME") or ".").resolve()):
+    home = Path(os.environ.get("DAGSTER_HOME") or ".").resolve()
+    with open_instance() as instance, alone(home):
         end_dead_runs(instance)  # they would occupy the queue's only slot
         limit_pools(instance, load_folder(experiments_folder()).experiments)
-        with code_servers(instance, definitions) as workspace, daemon(instance, workspace):
+        with code_servers(instance, definitions, home) as workspace, daemon(instance, workspace):
             serve(instance, workspace, host, port)
 
 
@@ -77,22 +79,19 @@ def alone(home: Path) -> Iterator[None]:
 
 
 @contextmanager
-def code_servers(instance: DagsterInstance, definitions: Path) -> Iterator[Path]:
+def code_servers(instance: DagsterInstance, definitions: Path, home: Path) -> Iterator[Path]:
     """Start processes that load the definitions of a workspace file once for all clients, as `dagster dev` does.
 
-    Yields a workspace file with their addresses.
+    Yields a workspace file with their addresses, in `home`: from the temporary folder it might be removed for its age,
+    and no daemon would start again.
     """
     from triplane_dagster.private_dagster import ProxyServerManager, WorkspaceFileTarget
 
-    with (
-        ProxyServerManager(
-            instance, WorkspaceFileTarget([str(definitions)]), code_server_log_level="WARNING"
-        ) as servers,
-        tempfile.TemporaryDirectory() as folder,
-    ):
-        workspace = Path(folder) / "workspace.yaml"
+    target, workspace = WorkspaceFileTarget([str(definitions)]), home / ".triplane-ui.yaml"
+    with ProxyServerManager(instance, target, code_server_log_level="WARNING") as servers:
         workspace.write_text(yaml.safe_dump({"load_from": [dict(spec) for spec in servers.get_code_server_specs()]}))
         yield workspace
+    workspace.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -100,10 +99,13 @@ def daemon(instance: DagsterInstance, workspace: Path) -> Iterator[None]:
     """Keep the daemon for queue, schedules and sensors running until the block ends."""
     from dagster import serialize_value
 
+    from triplane_dagster.ticks import forget_future_ticks
+
     module = [sys.executable, "-m", "triplane_dagster.daemon", "run", "--log-level", "warning"]
     command = [*module, "--workspace", str(workspace), "--instance-ref", serialize_value(instance.get_ref())]
     over = threading.Event()
-    keeper = threading.Thread(target=keep_running, args=(command, over), name="daemon-keeper")
+    arguments = (command, over, lambda: forget_future_ticks(instance))
+    keeper = threading.Thread(target=keep_running, args=arguments, name="daemon-keeper")
     keeper.start()
     try:
         yield
@@ -112,29 +114,47 @@ def daemon(instance: DagsterInstance, workspace: Path) -> Iterator[None]:
         keeper.join()
 
 
-def keep_running(command: Sequence[str], over: threading.Event) -> None:
-    """Run a command until `over` is set; one that ends before is started again. It may end with its parent, which this
-    thread is for the kernel.
+def keep_running(command: Sequence[str], over: threading.Event, before: Callable[[], object] = lambda: None) -> None:
+    """Run a command until `over` is set; start it again if it ends before, or if the clock is set back. It may end with
+    its parent, which this thread is for the kernel. before: called before each start.
     """
     failures = 0
-    while True:
-        child = subprocess.Popen(command, env={**os.environ, PARENT_VARIABLE: str(os.getpid())})
+    while not over.is_set():
         started = time.monotonic()
-        while child.poll() is None and not over.wait(POLL_S):
-            pass
-        if over.is_set():
-            break
+        try:
+            before()
+            said = _run_until(command, over)
+        except Exception as error:  # noqa: BLE001 (also whatever the database's driver raises, on a full disk)
+            said = f"could not be started ({error})"
         failures = 1 if time.monotonic() - started > STEADY_S else failures + 1
         pause = backoff_s(failures, 1.0, 60.0)
-        typer.echo(f"Dagster's daemon ended with code {child.returncode}; starting it again in {pause:.0f} s", err=True)
-        if over.wait(pause):
-            return
-    child.terminate()
+        if not over.is_set():
+            typer.echo(f"Dagster's daemon {said}; starting it again in {pause:.0f} s", err=True)
+            over.wait(pause)
+
+
+def _run_until(command: Sequence[str], over: threading.Event) -> str:
+    """Run a command until `over` is set, or the clock is set back. Returns why it ended."""
+    child, lead = subprocess.Popen(command, env={**os.environ, PARENT_VARIABLE: str(os.getpid())}), _clock_lead()
     try:
-        child.wait(GRACE_S)
-    except subprocess.TimeoutExpired:
-        child.kill()
-        child.wait()
+        while child.poll() is None and not over.wait(POLL_S):
+            lead = max(lead, _clock_lead())  # higher after each pause of the machine
+            if lead - _clock_lead() > SET_BACK_S:
+                return f"was stopped, since the clock was set back by {lead - _clock_lead():.0f} s"
+        return f"ended with code {child.returncode}"
+    finally:
+        if child.poll() is None:
+            child.terminate()
+            try:
+                child.wait(GRACE_S)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
+
+
+def _clock_lead() -> float:
+    """Seconds between the clock and the time since boot, which nobody can set."""
+    return time.time() - time.monotonic()
 
 
 def project_workspace() -> Path:
