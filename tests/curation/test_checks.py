@@ -115,6 +115,30 @@ def test_an_assertion_that_is_nested_too_deeply_is_not_observed(deep: str) -> No
     assert len(decoys.make(files, "seed")) == 3
 
 
+HUGE, DEEP = f"0x{'f' * 4000}", "{1: " * 190 + "1" + "}" * 190
+
+
+@pytest.mark.parametrize("value", [HUGE, DEEP, f"[f({HUGE}), 1]", f"P({HUGE})"], ids=["huge", "deep", "call", "made"])
+@pytest.mark.parametrize("where", ["f() == {0}", "f(f({0})) == 3", "f() == W", "f(a) == w", "f(W) == f()"])
+def test_literals_that_can_not_be_written_leave_other_assertions_their_checks(value: str, where: str) -> None:
+    table = f"W = {{'a': {value}}}\n\n\n@pytest.mark.parametrize('a, w', [(1, {value}), (2, {value})])\n"
+    test = f"def test_it(a, w):\n    assert f(2) == 5020\n    assert {where.format(value)}\n"
+    files = {"test_it.py": f"import pytest\n\n{table}{test}".encode()}
+    assert observing.make(files).rules["0:0"].want == "5020"
+    assert b"== 5020" not in decoys.make(files, "seed")[0]["test_it.py"]
+
+
+@pytest.mark.parametrize(
+    "near", ["places=3, delta=None", "places='x'", "places=-400", "places=10**9", "delta='x'", "delta=0x" + "f" * 400]
+)
+def test_odd_tolerances_are_read(near: str) -> None:
+    case = f"class T(TestCase):\n    def test_it(self):\n        self.assertAlmostEqual(f(), 1.5, {near})\n"
+    kept = "delta=None" in near
+    rules = observing.make({"test_it.py": case.encode()}).rules
+    assert [each.tolerance for each in rules.values()] == ([(0.0, 0.0005)] if kept else [])
+    assert not observing.make({"test_it.py": b"def test_it():\n    assert f() == approx(1.5, abs=b'x')\n"}).rules
+
+
 def test_every_decoy_is_python_differs_from_the_test_and_is_the_same_again() -> None:
     versions = decoys.make(FILES, "seed")
     assert 2 <= len(versions) <= decoys.MOST_DECOYS

@@ -14,10 +14,11 @@ from __future__ import annotations
 import ast
 import builtins
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from curation.tasks.checks.scopes import Function, last, reads
 from curation.tasks.checks.values import Read, Tolerance, Values, literal
@@ -444,8 +445,8 @@ def _tolerance(call: ast.Call) -> Tolerance | None:
     given |= {each.arg or "": each.value for each in call.keywords}
     if set(given) - {"rel", "abs"} or not all(literal(each) for each in given.values()):
         return None
-    values = {name: ast.literal_eval(each) for name, each in given.items()}
-    return values.get("rel"), values.get("abs")
+    rel, near = (ast.literal_eval(given[name]) if name in given else None for name in ("rel", "abs"))
+    return (rel, near) if all(each is None or _is_number(each) for each in (rel, near)) else None
 
 
 def _places(call: ast.Call) -> Tolerance | None:
@@ -457,7 +458,13 @@ def _places(call: ast.Call) -> Tolerance | None:
         literal(each) for name, each in given.items() if name != "msg"
     ):
         return None
-    if "delta" in given:
-        return 0.0, float(ast.literal_eval(given["delta"]))
-    places = ast.literal_eval(given["places"]) if "places" in given else 7
-    return 0.0, 0.5 * 10.0 ** -(7 if places is None else places)
+    delta, places = (ast.literal_eval(given[name]) if name in given else None for name in ("delta", "places"))
+    if delta is not None:
+        return (0.0, float(delta)) if places is None and _is_number(delta) else None
+    places = 7 if places is None else places
+    return (0.0, 0.5 * 10.0**-places) if type(places) is int and abs(places) < sys.float_info.max_10_exp else None
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a value is a real number in the range of floats."""
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max

@@ -281,7 +281,8 @@ def _other_constant(value: object, distance: int, near: bool) -> str | None:
     if isinstance(value, bool):
         return repr(not value)
     if isinstance(value, int):
-        return repr(value * 2 + distance if near else value + distance)
+        other = value * 2 + distance if near else value + distance
+        return repr(other) if literal(ast.Constant(other)) else None
     if isinstance(value, float):
         return repr(value * 2 + distance) if value == value and abs(value) != float("inf") else "1.0"
     if isinstance(value, complex):

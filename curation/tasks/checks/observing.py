@@ -23,10 +23,8 @@ from contracts.tasks import Observed, Rule
 from curation.tasks.checks.assertions import Assertion, exception_names, find
 from curation.tasks.checks.edits import Source
 from curation.tasks.checks.mentions import mentioned
-from curation.tasks.checks.values import Values, literal
+from curation.tasks.checks.values import MOST_LEVELS, Values, literal
 
-_MOST_LEVELS = 100
-"""Of an assertion, and of what is made of it: a copy takes six frames a level, of the thousand that Python allows."""
 UNOPENED = "__import__('contextlib').nullcontext()"
 """In place of opening a file for an expectation."""
 _KNOWN = frozenset({"==", "!=", "<", "<=", ">", ">=", "in", "not in", "is", "is not", "has", "has not", "isa"})
@@ -121,7 +119,7 @@ class _File:
     def rewrite(self, path: str) -> None:
         """Add the rewritten file, its rules and hidden values, if it has an observed assertion."""
         found = {f"{self._number}:{index}": each for index, each in enumerate(find(self._source.tree, self.values))}
-        without = {key for key, each in found.items() if key in self._without or is_deep(each.node, _MOST_LEVELS)}
+        without = {key for key, each in found.items() if key in self._without or is_deep(each.node, MOST_LEVELS)}
         span = self._source.span
         kept = {span(node) for key in without for node in found[key].expected}
         for key, each in found.items():
@@ -178,7 +176,10 @@ class _File:
         found = changed.visit(copy.deepcopy(node)) if changed else node
         if changed is None or not changed.changed:
             return source_of(self._source, node)
-        return f"({ast.unparse(found)})"
+        try:
+            return f"({ast.unparse(found)})"
+        except ValueError:  # it has an integer of too many digits, or a string within an f-string
+            return source_of(self._source, node)
 
     def hidden(self, node: ast.expr) -> str:
         """Number for a hidden value."""

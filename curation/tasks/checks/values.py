@@ -26,6 +26,10 @@ _MOST_BITS = 4096
 """Of an integer in a computation."""
 _MOST_LEVELS, _MOST_PARTS = 50, 50_000
 """Of a value from a file."""
+MOST_LEVELS = 100
+"""Of an assertion, of a literal, and of what is made of them: a copy takes six frames a level, of the thousand that
+Python allows.
+"""
 _WIDE = 32
 """Least tolerance for a value that may differ between C libraries, in units in its last place."""
 _ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
@@ -61,12 +65,12 @@ class Read:
 
 
 def literal(node: ast.expr) -> bool:
-    """Whether an expression is a literal that `ast.literal_eval` reads."""
+    """Whether an expression is a literal that `ast.literal_eval` reads and that can be written."""
     try:
-        ast.literal_eval(node)
+        repr(ast.literal_eval(node))  # which refuses integers of more than 4,300 digits
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return False
-    return True
+    return not is_deep(node, MOST_LEVELS)
 
 
 class Values:
