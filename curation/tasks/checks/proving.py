@@ -137,11 +137,13 @@ def wholly_observed(tests: Sequence[str], observed: Observed | None, files: dict
 
     tests: all tests of the files that run. files: the hidden tests.
     """
-    keys = observing.functions_of(files)
-    own = {test: keys.pop(function_of(test), []) for test in tests}
-    if observed is None or any(key not in observed.rules for each in keys.values() for key in each):
+    keys, named = observing.functions_of(files), {function_of(test) for test in tests}
+    if observed is None:
         return frozenset()
-    return frozenset(test for test in tests if test in observed.seen and set(own[test]) <= observed.rules.keys())
+    partly = {function for function, each in keys.items() if not set(each) <= observed.rules.keys()}
+    if not partly <= named:
+        return frozenset()
+    return frozenset(test for test in tests if test in observed.seen and function_of(test) not in partly)
 
 
 def as_written(tests: Sequence[str], observed: Observed | None, files: Mapping[str, bytes]) -> frozenset[str]:
