@@ -4,7 +4,7 @@
     with __raised__("4"): parse("")    for   with pytest.raises(ValueError): parse("")
     __hidden__(7)                      in place of an expected value in a table
     __plain__("3:0", add(1, 2)) < 4    where an assertion computes with a value: an instance of a builtin's subclass
-                                       becomes the builtin value
+                                       becomes the builtin value; not where its attribute or item is read
 
 No method of an observed value runs: instances of builtins' subclasses are read through the builtins' own methods, so a
 false `__eq__` has no effect. Other objects are encoded by type name (`["o", type]`) and decide nothing. The grader,
@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import builtins
 import datetime
+import itertools
 import json
 from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
-from types import TracebackType
+from types import GeneratorType, TracebackType
 from typing import Any, Self
 
 MAX_VALUE_BYTES = 1 << 18
@@ -159,7 +160,16 @@ _PLAIN: dict[int, Callable[[Any], Any]] = {
     id(dict): lambda value: dict(dict.items(value)),
 }
 """By builtin type: a function that returns the builtin value of a subclass's instance."""
-_EXACT = frozenset({*_PLAIN, id(bool), id(type(None)), id(range), id(bytearray)})
+_EXACT = frozenset(
+    {
+        *_PLAIN,
+        *map(id, (bool, type(None), range, bytearray, GeneratorType, enumerate, filter, map, reversed, zip)),
+        *(id(each) for each in vars(itertools).values() if isinstance(each, type)),
+        *(id(type(each)) for view in ({}.keys(), {}.values(), {}.items()) for each in (view, iter(view))),
+        *(id(type(iter(each))) for each in ([], (), set(), "", b"", range(0))),
+    }
+)
+"""Types without methods of the code under test, which an assertion can compute with as they are."""
 
 
 def _plain_of(value: Any) -> Any:

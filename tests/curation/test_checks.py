@@ -11,6 +11,7 @@ import json
 import math
 from collections import Counter, OrderedDict, namedtuple
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from decimal import Decimal
 from enum import IntEnum
 from fractions import Fraction
@@ -22,6 +23,7 @@ from hypothesis import strategies as st
 
 from contracts.errors import InfraFault
 from contracts.tasks import Checks, Decoy, Observed, Rule, Split, Task
+from curation.cheating import contradictions
 from curation.tasks.checks import decoys, expectations, observing
 from curation.tasks.checks.expectations import agrees, decode
 from curation.tasks.checks.proving import prove
@@ -239,6 +241,65 @@ def test_an_observed_test_agrees_with_what_passes_it_and_contradicts_what_does_n
         assert told in ([runs(source, names)], [None])
         if "is not" not in condition:
             assert told != [None]
+
+
+def objections(test: str, reference: str, state: str) -> dict[str, str]:
+    """What contradicts a state that passes a test, which is named `test` and observed as the reference allows."""
+    assert all(runs(test, module_of(code)) for code in (reference, state))
+    made = observing.make({"t.py": test.encode()})
+
+    def told(code: str) -> VerifyResult:
+        seen: list[Observation] = []
+        install(lambda key, text: seen.append(Observation("t.py::test", key, text)))
+        status = "passed" if runs(made.files["t.py"].decode(), module_of(code)) else "failed"
+        return VerifyResult((TestOutcome("t.py::test", status, ""),), "completed", "", observations=tuple(seen))
+
+    seen: dict[str, list[str]] = {}
+    for each in told(reference).observations:
+        seen.setdefault(each.key, []).append(expectations.rights(each.value))
+    observed = replace(made, seen={"t.py::test": seen})
+    assert seen and not contradictions(observed, told(reference))
+    return contradictions(observed, told(state))
+
+
+def module_of(code: str) -> dict[str, Any]:
+    """Names that a module defines."""
+    names: dict[str, Any] = {}
+    exec(compile(code, "m", "exec"), names)
+    return names
+
+
+POINT = "class P:\n    def __init__(self, x, y):\n        self.x, self.y = x, y\n\n    def f(self): return self.x"
+PAIR = "from collections import namedtuple\nclass P(namedtuple('P', 'x y')):\n    def f(self): return self.x"
+KEYS = "import collections\nf = collections.Counter"
+OTHER_KINDS = [
+    ("f('12') and f('3')", "import re\nf = re.compile('[0-9]+').match", "f = str.isdigit"),
+    (
+        "list(f(3)) == [0, 1, 2] and len(list(f(2))) == 2",
+        "f = lambda n: list(range(n))",
+        "def f(n): yield from range(n)",
+    ),
+    ("list(f(3)) == [0, 1, 2]", "def f(n): yield from range(n)", "f = lambda n: list(range(n))"),
+    ("sum(f(3)) == 3", "f = range", "import itertools\ndef f(n): return itertools.islice(range(9), n)"),
+    ("sorted(f(3)) == [0, 1, 2]", "f = range", "def f(n): return dict.fromkeys(range(n)).keys()"),
+    ("P(1, 2).x == 1 and P(2, 3).f() == 2", POINT, PAIR),
+    ("P(1, 2).f() - 1 == 0", POINT, PAIR),
+    ("f('aab')['z'] == 0", "f = lambda text: {each: text.count(each) for each in 'abz'}", KEYS),
+]
+
+
+@pytest.mark.parametrize(("condition", "reference", "state"), OTHER_KINDS)
+def test_a_right_value_of_another_type_than_the_reference_s_agrees(condition: str, reference: str, state: str) -> None:
+    assert objections(f"def test():\n    assert {condition}\n", reference, state) == {}
+
+
+def test_a_value_that_computes_by_methods_of_its_own_does_not_agree() -> None:
+    liar = "class f(float):\n    def __rmul__(self, other): return 5.0\n"
+    assert objections("def test():\n    assert 2 * f(1) == 5.0\n", "f = lambda x: x * 2.5", liar)
+    empty = "class f(list):\n    def count(self, item): return True\n"
+    assert objections("def test():\n    assert f('a').count('a')\n", "f = list", empty) == {}
+    none = "class f:\n    def __init__(self, *args): pass\n\n    def count(self, item): return True\n"
+    assert objections("def test():\n    assert f('a').count('a')\n", "f = list", none)
 
 
 values = st.recursive(

@@ -195,7 +195,7 @@ def test_of_methods_with_one_name_none_is_wholly_observed_if_one_is_not() -> Non
         "t.py": f"class TestA:\n{test.format(1)}class TestB:\n{test.format('Box(1)')}def test_c(): f(1)\n".encode()
     }
     names = ("t.py::TestA::test_it", "t.py::TestB::test_it", "t.py::test_c")
-    seen: dict[str, dict[str, list[str]]] = dict.fromkeys(names, {})
+    seen: dict[str, dict[str, list[str]]] = {name: {} for name in names}
     some, both = (replace(observing.make(files, without), seen=seen) for without in (["0:1"], []))
     assert wholly_observed(names, some, files) == {"t.py::test_c"}
     assert wholly_observed(names, both, files) == set(names)

@@ -20,13 +20,14 @@ from dataclasses import replace
 
 from contracts.syntax import is_deep
 from contracts.tasks import Observed, Rule
-from curation.tasks.checks.assertions import Assertion, exception_names, find
+from curation.tasks.checks.assertions import KINDS, Assertion, exception_names, find
 from curation.tasks.checks.edits import Source
 from curation.tasks.checks.mentions import mentioned
 from curation.tasks.checks.values import MOST_LEVELS, Values, literal
 
 UNOPENED = "__import__('contextlib').nullcontext()"
 """In place of opening a file for an expectation."""
+_METHODS = frozenset(name for kind in KINDS for name in dir(getattr(builtins, kind)))
 _KNOWN = frozenset({"==", "!=", "<", "<=", ">", ">=", "in", "not in", "is", "is not", "has", "has not", "isa"})
 
 
@@ -215,13 +216,17 @@ class _Parts(ast.NodeTransformer):
     def __init__(self, file: _File, key: str, top: ast.expr | None) -> None:
         self._file, self._key = file, key
         self._top = None if top is None else (top.lineno, top.col_offset, top.end_lineno, top.end_col_offset)
+        self._reached: set[int] = set()
+        """Expressions of which an attribute or an item is read. Only an object's own class knows these."""
         self.changed = False
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
-        found = self._computed(node)
-        if found is None:
-            self.generic_visit(node)
-        return found or node
+        if (found := self._computed(node)) is not None:
+            return found
+        if node.attr not in _METHODS:
+            self._reached.add(id(node.value))
+        self.generic_visit(node)
+        return node
 
     def _computed(self, node: ast.expr) -> ast.expr | None:
         """The literal of a constant or function of `math`, which code under test could replace."""
@@ -237,13 +242,14 @@ class _Parts(ast.NodeTransformer):
         self.generic_visit(node)
         place = (node.lineno, node.col_offset, node.end_lineno, node.end_col_offset)
         builtin = isinstance(node.func, ast.Name) and hasattr(builtins, node.func.id)
-        if not self._file.strips or builtin or place == self._top:
+        if not self._file.strips or builtin or place == self._top or id(node) in self._reached:
             return node
         self.changed = True
         key = ast.Constant(self._file.kind(self._key))
         return ast.copy_location(ast.Call(ast.Name("__plain__", ast.Load()), [key, node], []), node)
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.expr:
+        self._reached.add(id(node.value))
         self.generic_visit(node)
         if self._file.hides_tables and isinstance(node.value, ast.Dict) and literal(node.value):
             self.changed = True

@@ -18,7 +18,7 @@ from curation.tasks.checks.expectations import agrees, rights
 from curation.tasks.checks.mentions import candidates
 from envd.client import VerifyResult
 
-CHECKS_VERSION = "4"
+CHECKS_VERSION = "5"
 """Bump if the same tests get other decoys or observations."""
 _SEED = "3"
 """Of decoys. A bump gives all tasks other digests, also those whose tests get the same checks as before."""
