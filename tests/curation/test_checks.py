@@ -25,6 +25,7 @@ from contracts.errors import InfraFault
 from contracts.tasks import Checks, Decoy, Observed, Rule, Split, Task
 from curation.cheating import contradictions
 from curation.tasks.checks import decoys, expectations, observing
+from curation.tasks.checks.assertions import find
 from curation.tasks.checks.expectations import agrees, decode
 from curation.tasks.checks.proving import prove
 from envd.client import TestOutcome, VerifyResult
@@ -182,6 +183,100 @@ def test_decoys_expect_another_object_where_the_test_makes_one(written: str, mon
     assert [each["t.py"].decode() for each in others] == (
         [f"def test():\n    assert {flipped}\n"] if MADE[written] != flipped else []
     ), "an argument may not count"
+
+
+CLOSE = {
+    "abs(f() - 2.5) < 1e-6": ("2.5", (0.0, 1e-6)),
+    "1e-6 >= abs(2.5 - f())": ("2.5", (0.0, 1e-6)),
+    "not not math.fabs(f() - 2.5) <= 0.5": ("2.5", (0.0, 0.5)),
+    "math.isclose(f(), 2.5, rel_tol=0.5, abs_tol=1)": ("2.5", (1.0, 1.0)),
+    "not f() != 2.5": ("2.5", None),
+    "abs(f() - math.pi) < 1e-6": (repr(math.pi), (0.0, 1e-6)),
+    "abs(f() - g()) < 1e-6": ("1e-06", None),
+    "abs(f() - 2.5) < f()": ("", None),
+    "not abs(f() - 2.5) < 1e-6": ("True", None),
+    "math.isclose(f(), 2.5, rel_tol=2)": ("True", None),
+    "not f() < 2.5": ("False", None),
+}
+
+
+@pytest.mark.parametrize("condition", CLOSE)
+@pytest.mark.parametrize("form", ["assert {}", "self.assertTrue({})", "self.assertFalse(not {})"])
+def test_conditions_that_are_comparisons_are_observed_as_these(condition: str, form: str) -> None:
+    source = f"import math\n\n\ndef test(self):\n    {form.format(f'({condition})')}\n"
+    made = observing.make({"t.py": source.encode()})
+    ((want, tolerance),) = ((rule.want, rule.tolerance) for rule in made.rules.values() if rule.form != "kind")
+    assert (want, tolerance) in (CLOSE[condition], (str(form == "other"), None))
+    if tolerance or "!=" in condition:
+        assert "2.5" not in made.files["t.py"].decode() + decoys.make({"t.py": source.encode()}, "")[0]["t.py"].decode()
+
+
+def test_assert_less_of_a_difference_is_near() -> None:
+    table = "@mark.parametrize('x, want', [(1, 5010.5), (2, 5020.5)])\n"
+    for check in ("self.assertLess(abs(f(x) - want), 1e-6)", "assert math.isclose(want, f(x))"):
+        made = observing.make({"t.py": f"import math\n\n\n{table}def test(self, x, want):\n    {check}\n".encode()})
+        assert list(made.hidden.values()) == ["5010.5", "5020.5"] and made.rules["0:0"].tolerance is not None
+
+
+READ = """
+import re
+def f(x):
+    found = re.search(rf"f\\({x}\\)(?: - |, | != |\\.endswith\\()'?([\\w.]+)", text)
+    found = found or re.search(rf"\\({x}, ([\\d.]+)\\)", text)
+    return found[1] if ".ends" in text else float(found[1])
+"""
+
+
+@pytest.mark.parametrize(
+    "condition",
+    [
+        "abs(f(1) - 2.5) < 1e-6",
+        "abs(f(1) - 2.5) < 4",
+        "math.isclose(f(1), 2.5)",
+        "cmath.isclose(f(1), 2.5)",
+        "all(f(x) == want for x, want in [(3, 7.5), (1, 2.5)])",
+        "f(1).endswith('b2.5')",
+        "not f(1) != 2.5",
+    ],
+)
+def test_a_state_that_reads_the_number_beside_its_call_passes_a_decoy(condition: str) -> None:
+    test = f"import cmath\nimport math\n\n\ndef test():\n    assert {condition}\n"
+    right = {"f": lambda x: "b2.5" if ".ends" in test else x * 2.5}
+    passed = [
+        (runs(text, module_of(f"text = {text!r}\n{READ}")), runs(text, right))
+        for text in (test, *(each["t.py"].decode() for each in decoys.make({"t.py": test.encode()}, "seed")))
+    ]
+    assert passed[0] == (True, True) and passed[1] == (True, False)
+    assert not any(honest for _, honest in passed[1:])
+
+
+def test_assertions_are_found_in_a_few_walks_of_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    head = "".join(f"W{i} = {i}\nR{i} = [(1, 2), (3, 4)]\n" for i in range(200))
+    tests = "".join(
+        f"@mark.parametrize('a, w', R{i})\ndef test_{i}(a, w):\n    assert f(a) == w\n    assert f() == W{i}\n"
+        for i in range(200)
+    )
+    many = "def test():\n" + "".join(f"    w{i} = {i}\n    assert f() == w{i}\n" for i in range(200))
+    tree = ast.parse(head + tests + many)
+    total, walked, walk = sum(1 for _ in ast.walk(tree)), [0], ast.walk
+
+    def counted(node: ast.AST) -> Any:
+        for each in walk(node):
+            walked[0] += 1
+            yield each
+
+    monkeypatch.setattr(ast, "walk", counted)
+    assert sum(bool(each.expected) for each in find(tree)) == 600
+    assert walked[0] < 20 * total
+
+
+def test_decoys_of_a_tolerance_are_further_away_than_it_allows() -> None:
+    test = "def test():\n    assert abs(f() - 2.5) < 40\n    assert f() == approx(-3, abs=1e300)\n"
+    (first, *_) = decoys.make({"t.py": test.encode()}, "seed")
+    found = ast.parse(first["t.py"]).body[0]
+    assert isinstance(found, ast.FunctionDef) and isinstance(found.body[0], ast.Assert)
+    (number,) = (each.value for each in ast.walk(found.body[0]) if isinstance(each, ast.Constant) and each.value != 40)
+    assert number > 2.5 + 2 * 40
 
 
 def runs(source: str, names: dict[str, Any]) -> bool:

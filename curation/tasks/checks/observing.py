@@ -15,6 +15,7 @@ from __future__ import annotations
 import ast
 import builtins
 import copy
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
@@ -23,6 +24,7 @@ from contracts.tasks import Observed, Rule
 from curation.tasks.checks.assertions import KINDS, Assertion, exception_names, find
 from curation.tasks.checks.edits import Source
 from curation.tasks.checks.mentions import mentioned
+from curation.tasks.checks.scopes import last
 from curation.tasks.checks.values import MOST_LEVELS, Values, literal
 
 UNOPENED = "__import__('contextlib').nullcontext()"
@@ -114,6 +116,7 @@ class _File:
         self.values = values
         self._tables, self._plain = tables, plain
         self._edits: dict[tuple[int, int], str] = {}
+        self._parts: Counter[str] = Counter()
         self.read: set[str] = set()
         """Hidden files whose content was removed from it."""
 
@@ -152,11 +155,10 @@ class _File:
         if each.direct:
             want = ast.unparse(each.expected[0])
         else:
-            if each.tolerance is not None or (
-                isinstance(right, ast.Call) and not each.expected and "approx" in ast.unparse(right.func)
-            ):
-                if not each.expected or not isinstance(right, ast.Call):
-                    return
+            approx = isinstance(right, ast.Call) and last(right.func) == "approx"
+            if not each.expected and (approx or each.tolerance is not None):
+                return
+            if isinstance(right, ast.Call) and approx:
                 right = right.args[0]
             sides += f", {self._text(key, right)}"
             for node in each.expected:
@@ -190,7 +192,8 @@ class _File:
 
     def kind(self, key: str) -> str:
         """Key of a value in an assertion's computation."""
-        part = f"{key}:{sum(each.startswith(f'{key}:') for each in self._made.rules)}"
+        part = f"{key}:{self._parts[key]}"
+        self._parts[key] += 1
         self._made.rules[part] = Rule("kind", "", "", exact=False)
         return part
 

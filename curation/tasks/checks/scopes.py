@@ -27,7 +27,7 @@ class Scopes:
         self._bound = _bindings(tree)
         self._patched: set[str] = set()
         self._imports = {} if "*" in self._bound else self._imported(tree)
-        self._assigned = _assignments(tree.body)
+        self._assigned = assignments(tree.body)
         self._functions: dict[int, tuple[Counter[str], dict[str, list[ast.expr]]]] = {}
 
     def origin(self, node: ast.expr) -> str:
@@ -71,7 +71,7 @@ class Scopes:
     def _of(self, function: Function) -> tuple[Counter[str], dict[str, list[ast.expr]]]:
         """Bindings and assignments of a function."""
         if id(function) not in self._functions:
-            self._functions[id(function)] = _bindings(function), _assignments(list(ast.walk(function)))
+            self._functions[id(function)] = _bindings(function), assignments(list(ast.walk(function)))
         return self._functions[id(function)]
 
     def place(self, node: ast.expr, function: Function | None) -> str | None:
@@ -168,7 +168,8 @@ def _bindings(scope: ast.AST) -> Counter[str]:
     return found
 
 
-def _assignments(nodes: list[ast.AST] | list[ast.stmt]) -> dict[str, list[ast.expr]]:
+def assignments(nodes: list[ast.AST] | list[ast.stmt]) -> dict[str, list[ast.expr]]:
+    """Values of the names that statements assign alone."""
     found: dict[str, list[ast.expr]] = {}
     for node in nodes:
         if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):

@@ -81,6 +81,10 @@ class Values:
         self._scopes, self._data = Scopes(tree, path), data or {}
         self._reads: dict[int, tuple[ast.expr, tuple[Read, ...]]] = {}
 
+    def origin(self, node: ast.expr) -> str:
+        """As `Scopes.origin`."""
+        return self._scopes.origin(node)
+
     def reads(self, node: ast.expr) -> tuple[Read, ...]:
         """Hidden files of a value that `folded` returned."""
         return tuple(read for each in ast.walk(node) if id(each) in self._reads for read in self._reads[id(each)][1])
