@@ -388,6 +388,92 @@ def test_a_right_value_of_another_type_than_the_reference_s_agrees(condition: st
     assert objections(f"def test():\n    assert {condition}\n", reference, state) == {}
 
 
+INSERTION = """
+def f(v, less):
+    for i in range(len(v)):
+        for j in range(i, 0, -1):
+            if less(v[j], v[j - 1]):
+                v[j], v[j - 1] = v[j - 1], v[j]
+    return v
+"""
+TIMSORT = """
+import functools
+def f(v, less):
+    return sorted(v, key=functools.cmp_to_key(lambda a, b: -1 if less(a, b) else 1))
+"""
+TENS, FIVES = (f"f = lambda n: [range(i, min(i + {size}, n)) for i in range(0, n, {size})]" for size in (10, 5))
+
+
+@pytest.mark.parametrize(
+    ("test", "reference", "state"),
+    [
+        ("    limit = 10\n    for chunk in f(95):\n        assert len(chunk) <= limit\n", TENS, FIVES),
+        (
+            "    def check(each):\n        assert len(each) <= 10\n    for each in f(95):\n        check(each)\n",
+            TENS,
+            FIVES,
+        ),
+        (
+            "    def less(a, b):\n        assert isinstance(a, int)\n        return a < b\n"
+            "    assert f([3, 1, 2, 5, 4], less) == [1, 2, 3, 4, 5]\n",
+            INSERTION,
+            TIMSORT,
+        ),
+    ],
+)
+def test_the_code_under_test_may_decide_how_often_an_assertion_runs(test: str, reference: str, state: str) -> None:
+    assert objections(f"def test():\n{test}", reference, state) == {}
+    nothing = "def f(*args):\n    return [1, 2, 3, 4, 5] if args[1:] else []"
+    assert "0 times" in objections(f"def test():\n{test}", reference, nothing)["t.py::test"]
+
+
+HELPERS = """
+class TestIt:
+    def check(self, found):
+        assert found == 3  # steady
+
+    def test_it(self):
+        self.check(f(1))
+        once(f(2))
+        for each in f(3): many(each)
+        through(f(4))
+        f(passed)
+        for x, want in [(1, 2), (3, 4)]:
+            assert f(x) == want  # steady
+            assert f(x) == 3
+        assert g() == 3  # steady
+
+
+class Fake:
+    def send(self, data):
+        assert data == 3
+        self.sent(data)
+
+    def sent(self, data):
+        assert data == 3
+
+
+def once(found):
+    def inner(): assert found == 3  # steady
+    inner()
+
+def through(found): once(found)
+def many(found): assert found == 3
+def passed(found): assert found == 3
+def again(found):
+    assert found == 3
+    again(found)
+def test_comprehension(): [each_of(x) for x in f()]
+def each_of(found): assert found == 3
+"""
+
+
+def test_assertions_run_as_often_as_under_the_reference_where_only_tests_decide_it() -> None:
+    lines = HELPERS.split("\n")
+    for each in find(ast.parse(HELPERS)):
+        assert each.counted == ("# steady" in lines[each.node.lineno - 1]), lines[each.node.lineno - 1]
+
+
 def test_a_value_that_computes_by_methods_of_its_own_does_not_agree() -> None:
     liar = "class f(float):\n    def __rmul__(self, other): return 5.0\n"
     assert objections("def test():\n    assert 2 * f(1) == 5.0\n", "f = lambda x: x * 2.5", liar)

@@ -94,6 +94,9 @@ _NEGATED = {"==": "!=", "!=": "==", "is": "is not", "is not": "is", "in": "not i
 _CHECKS = re.compile(r"_?(assert|check|expect|verify|ensure)")
 _Fold = Callable[[ast.expr], ast.expr]
 """Writes what can be computed of an expression as literals."""
+_NO_LOOP, _OVER_TABLE, _OTHER_LOOP = range(3)
+_LOOPS = (ast.For, ast.AsyncFor, ast.While)
+_INLINE = (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _RAISES = ("raises", "assertRaises", "assertRaisesRegex")
 
 
@@ -124,8 +127,10 @@ class Assertion:
     """Exceptions of which one must be raised."""
     pattern: str | None = None
     """Pattern that the exception's text must match."""
-    looped: bool = False
-    """Whether it may run several times in one test."""
+    counted: bool = True
+    """Whether the test alone decides how often it runs: neither in a loop, except over a table of its expected values,
+    nor in a function that the code under test may call.
+    """
 
 
 def find(tree: ast.Module, values: Values | None = None) -> list[Assertion]:
@@ -152,18 +157,21 @@ class _Finder:
         self._walk()
 
     def _walk(self) -> None:
-        left: list[tuple[ast.AST, Function | None, bool]] = [(self._tree, None, False)]
+        steady = _steady(self._tree)
+        left: list[tuple[ast.AST, Function | None, int]] = [(self._tree, None, _NO_LOOP)]
         while left:  # a file may be nested too deeply for recursion
-            node, function, looped = left.pop()
+            node, function, loop = left.pop()
             if isinstance(node, Function):
-                function, looped = node, False
-            elif isinstance(node, (ast.For, ast.AsyncFor, ast.While)):
-                looped = True
+                function, loop = node, _NO_LOOP
+            elif isinstance(node, _LOOPS):
+                table = isinstance(node, ast.For) and bool(self._names.rows(node.iter))
+                loop = max(loop, _OVER_TABLE if table else _OTHER_LOOP)
             if function is not None:
                 for each in self._of(node, function):
-                    each.looped = looped
+                    often = _OVER_TABLE if each.expected and not each.direct else _NO_LOOP
+                    each.counted = loop <= often and id(function) in steady
                     self.found.append(each)
-            left += [(child, function, looped) for child in reversed(list(ast.iter_child_nodes(node)))]
+            left += [(child, function, loop) for child in reversed(list(ast.iter_child_nodes(node)))]
 
     def _of(self, node: ast.AST, function: Function) -> Iterator[Assertion]:
         if isinstance(node, ast.stmt) and (condition := _condition(node)) is not None:
@@ -342,6 +350,43 @@ def _of_kinds(node: ast.stmt, function: Function, call: ast.Call) -> Assertion |
     return Assertion(node, function, "compare", "isa", call.args[0], wanted, expected=[wanted], direct=True)
 
 
+def _steady(tree: ast.Module) -> set[int]:
+    """Ids of the functions that run as often as the tests say, whatever these test: tests, and functions that such
+    functions only call, by name or from `self`, outside of loops.
+    """
+    names: dict[int, str] = {}
+    reads: Counter[str] = Counter()
+    calls: dict[str, list[int]] = {}
+    left: list[tuple[ast.AST, ast.AST, int, bool]] = [(tree, tree, 0, False)]
+    while left:
+        node, above, function, looped = left.pop()
+        if isinstance(node, Function):
+            names[id(node)] = f"{'.' * isinstance(above, ast.ClassDef)}{node.name}"
+            function, looped = id(node), False
+        elif isinstance(node, (*_LOOPS, *_INLINE)):
+            looped = True
+        elif isinstance(node, ast.Call) and (called := _own(node.func)):
+            calls.setdefault(called, []).append(0 if looped else function)
+        elif isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Load):
+            reads[node.id if isinstance(node, ast.Name) else f".{node.attr}"] += 1
+        left += [(child, node, function, looped) for child in ast.iter_child_nodes(node)]
+    steady = {each for each, name in names.items() if name.strip(".").startswith("test")}
+    while more := {
+        each
+        for each in names.keys() - steady
+        if len(sites := calls.get(names[each], [])) == reads[names[each]] and sites and steady.issuperset(sites)
+    }:
+        steady |= more
+    return steady
+
+
+def _own(node: ast.expr) -> str:
+    """Name of a function of the file, with a dot if it is `self`'s; empty for another expression."""
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
+        return f".{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
 class _Scope:
     """How a function, or a whole file, uses names."""
 
@@ -393,18 +438,18 @@ class _Names:
         scope = function if stores else None
         fold = partial(self._values.folded, function=scope, tolerance=tolerance if all(near) else None)
         if parameter:
-            return _column_of_parametrize(function, name, self._literal_of, fold)
+            return _column_of_parametrize(function, name, self.rows, fold)
         if not stores:
             found = self._assigned.get(name, [])
             return _literals(found, fold) if len(found) == 1 else []
         match own.givers.get(name):
             case ast.For(target=target, iter=rows):
-                return column(target, name, self._literal_of(rows), fold)
+                return column(target, name, self.rows(rows), fold)
             case ast.Assign(targets=[ast.Name()], value=value):
                 return _literals([value], fold)
         return []
 
-    def _literal_of(self, node: ast.expr) -> Sequence[ast.expr]:
+    def rows(self, node: ast.expr) -> Sequence[ast.expr]:
         """Elements of a literal list or tuple, or of a module's named one that is read nowhere else."""
         if isinstance(node, ast.Name) and self._scope(self._tree).names[node.id] == 2:
             found = self._assigned.get(node.id, [])

@@ -142,11 +142,11 @@ class _File:
             if names is not None:
                 self._edits[source.span(each.left)] = f"__raised__({key!r})"
                 self._made.rules[key] = Rule(
-                    "raises", "", "", names=tuple(names), pattern=each.pattern, exact=not each.looped
+                    "raises", "", "", names=tuple(names), pattern=each.pattern, exact=each.counted
                 )
         elif each.form == "truth" and each.left is not None:
             self._edits[source.span(each.node)] = f"__see__({key!r}, bool({self._text(key, each.left, inside=True)}))"
-            self._made.rules[key] = Rule("truth", "", repr(not each.negated), exact=not each.looped)
+            self._made.rules[key] = Rule("truth", "", repr(not each.negated), exact=each.counted)
         elif each.form == "compare" and each.operator in _KNOWN and each.left is not None and each.right is not None:
             self._compare(key, each, each.left, each.right)
 
@@ -167,9 +167,8 @@ class _File:
             self.read.add(read.path)
             if read.opened is not None:
                 self._edits[self._source.span(read.opened)] = UNOPENED
-        exact = not each.looped or bool(each.expected and not each.direct)
         self._edits[self._source.span(each.node)] = f"__see__({key!r}, {sides})"
-        self._made.rules[key] = Rule("compare", each.operator, want, tolerance=each.tolerance, exact=exact)
+        self._made.rules[key] = Rule("compare", each.operator, want, tolerance=each.tolerance, exact=each.counted)
 
     def _text(self, key: str, node: ast.expr, *, inside: bool = False) -> str:
         """Text of an expression as an argument, with hidden and plain parts as configured. inside: the expression
