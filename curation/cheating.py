@@ -122,6 +122,7 @@ def restricted(checks: Checks, tests: Collection[str]) -> Checks:
         tuple(Decoy(each.files, some) for each, some in named if some),
         tuple(test for test in checks.undecided if test in tests),
         checks.known,
+        tuple(test for test in checks.beside if test in tests),
     )
 
 

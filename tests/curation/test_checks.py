@@ -800,3 +800,51 @@ def test_tests_whose_values_are_drawn_anew_are_not_observed(decorator: str) -> N
     checks = asyncio.run(prove(task, run)).checks
     assert (checks.observed is None) == bool(decorator)
     assert [each.tests for each in checks.decoys] == [(name,)] and not checks.undecided
+
+
+INPUTS = """
+def test_literal():
+    assert leap(give()) is True
+
+
+def test_truth():
+    assert leap(give())
+
+
+def test_helper():
+    assert leap(3) == other(give())
+
+
+def test_none():
+    call(give())
+
+
+def give():
+    return 2000
+"""
+
+
+def test_decoys_with_other_inputs_hold_tests_whose_expectations_are_no_literals() -> None:
+    """Tests without a decoy run beside the others, so that their calls do not tell a state which run is a decoy."""
+    names = tuple(f"t.py::test_{each}" for each in ("literal", "truth", "helper", "none"))
+    task = Task("inputs", "", Split.TRAIN, "", {}, {"t.py": INPUTS.encode()}, names, b"", {})
+
+    async def run(hidden: Mapping[str, bytes] | None, tests: Sequence[str] | None) -> VerifyResult:
+        space = module_of((hidden or task.hidden_files)["t.py"].decode())
+        space |= {"leap": lambda year: year in (3, 2000), "other": lambda year: year == 2000, "call": print}
+        seen: list[Observation] = []
+        outcomes = []
+        for name in tests or names:
+            install(lambda key, text, name=name: seen.append(Observation(name, key, text)))
+            try:
+                space[name.partition("::")[2]]()
+                outcomes.append(TestOutcome(name, "passed"))
+            except AssertionError:
+                outcomes.append(TestOutcome(name, "failed"))
+        return VerifyResult(tuple(outcomes), "completed", "", observations=tuple(seen))
+
+    checks = asyncio.run(prove(task, run)).checks
+    moved = next(each for each in checks.decoys if b"lambda found" in each.files["t.py"])
+    assert [each.tests for each in checks.decoys if each is not moved] == [names[:3]] and moved.tests == names[1:3]
+    assert checks.undecided == checks.beside == names[3:]
+    assert Checks.from_json(checks.to_json()) == checks and "beside" not in replace(checks, beside=()).to_json()
