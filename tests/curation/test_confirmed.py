@@ -99,7 +99,7 @@ HONEST = {
         ALL_BUT_ONE - {"two", "later"},
     ),
     "a loop without rows": ("def rows(count):\n    return [3] * count if count != 4 else []\n", ALL_BUT_ONE - {"each"}),
-    "right by chance": ("def rows(count):\n    return [3, 3, 3]\n", {"each"}),
+    "right for one input": ("def rows(count):\n    return [3, 3, 3]\n", {"each", "fixture"}),
 }
 
 
