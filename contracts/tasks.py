@@ -108,7 +108,7 @@ class Rule:
     form: str
     """compare, truth, raises, or kind: whether a value in the assertion's computation has a builtin type."""
     operator: str
-    """Python's operator of a comparison."""
+    """Python's operator of a comparison; `near` for an interval around the wanted value."""
     want: str
     """Expected value as a Python literal; empty if it is the second observed value."""
     tolerance: tuple[float | None, float | None] | None = None

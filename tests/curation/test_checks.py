@@ -191,7 +191,10 @@ CLOSE = {
     "not not math.fabs(f() - 2.5) <= 0.5": ("2.5", (0.0, 0.5)),
     "math.isclose(f(), 2.5, rel_tol=0.5, abs_tol=1)": ("2.5", (1.0, 1.0)),
     "not f() != 2.5": ("2.5", None),
+    "abs(f() - 2.5) < EPS": ("2.5", (0.0, 1e-6)),
+    "abs(f() - 2.5) < 10 ** -6": ("2.5", (0.0, 1e-6)),
     "abs(f() - math.pi) < 1e-6": (repr(math.pi), (0.0, 1e-6)),
+    "abs(f() - 2.5) < TWO": ("", None),
     "abs(f() - g()) < 1e-6": ("1e-06", None),
     "abs(f() - 2.5) < f()": ("", None),
     "not abs(f() - 2.5) < 1e-6": ("True", None),
@@ -203,7 +206,7 @@ CLOSE = {
 @pytest.mark.parametrize("condition", CLOSE)
 @pytest.mark.parametrize("form", ["assert {}", "self.assertTrue({})", "self.assertFalse(not {})"])
 def test_conditions_that_are_comparisons_are_observed_as_these(condition: str, form: str) -> None:
-    source = f"import math\n\n\ndef test(self):\n    {form.format(f'({condition})')}\n"
+    source = f"import math\nEPS = 1e-6\nTWO = 1\nTWO = 2\n\n\ndef test(self):\n    {form.format(f'({condition})')}\n"
     made = observing.make({"t.py": source.encode()})
     ((want, tolerance),) = ((rule.want, rule.tolerance) for rule in made.rules.values() if rule.form != "kind")
     assert (want, tolerance) in (CLOSE[condition], (str(form == "other"), None))
@@ -268,6 +271,41 @@ def test_assertions_are_found_in_a_few_walks_of_a_file(monkeypatch: pytest.Monke
     monkeypatch.setattr(ast, "walk", counted)
     assert sum(bool(each.expected) for each in find(tree)) == 600
     assert walked[0] < 20 * total
+
+
+@pytest.mark.parametrize("condition", ["2.25 < f(1) <= 2.75", "2.25 <= f(1) < EPS"])
+def test_a_number_between_two_literals_is_observed_near_their_middle(condition: str) -> None:
+    test = f"EPS = 2.75\n\n\ndef test():\n    assert {condition}\n"
+    for value in (2.3, Fraction(5, 2), Decimal("2.7"), "2.5"):
+        made = observing.make({"t.py": test.encode()})
+        assert made.rules["0:0"].want == "2.5" and "2.25" not in made.files["t.py"].decode()
+        right = isinstance(value, (float, Fraction, Decimal))
+        assert agrees(made, "0:0", json.dumps([encode(value)])) is right
+        assert not agrees(made, "0:0", json.dumps([encode(2.76)]))
+    (only,) = decoys.make({"t.py": test.encode()}, "")
+    assert [runs(each, {"f": lambda x: 2.5 * x}) for each in (test, only["t.py"].decode())] == [True, False]
+
+
+@pytest.mark.parametrize(
+    "condition",
+    [
+        "(f() == np.array([5010, 1])).all()",
+        "np.all([5010, 1] == f())",
+        "re.fullmatch('a5010', f())",
+        "np.allclose(f(), [5010, 1], atol=0.5)",
+        "f().startswith('b5010')",
+    ],
+)
+def test_a_decoy_has_another_literal_where_a_condition_asks_for_one(condition: str) -> None:
+    for form in ("assert {}", "self.assertTrue({})"):
+        source = f"def test(self):\n    {form.format(condition)}\n".encode()
+        first, second = decoys.make({"t.py": source}, "")
+        assert b"5010" not in first["t.py"] and b"5010" in second["t.py"] != source
+    assert b"5010" not in decoys.make({"t.py": b"def test(self):\n    self.assertRegex(f(), 'a5010')\n"}, "")[0]["t.py"]
+    for other in (f"not {condition}", "index.search('a5010')", "np.isclose(f(1), g(5010))", "f(5010) or g()"):
+        assert all(
+            b"5010" in each["t.py"] for each in decoys.make({"t.py": f"def test(): assert {other}\n".encode()}, "")
+        )
 
 
 def test_decoys_of_a_tolerance_are_further_away_than_it_allows() -> None:

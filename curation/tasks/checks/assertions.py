@@ -13,16 +13,17 @@ from __future__ import annotations
 
 import ast
 import builtins
+import math
 import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, TypeGuard
+from typing import Literal
 
 from curation.tasks.checks.scopes import Function, assignments, last
-from curation.tasks.checks.values import Read, Tolerance, Values, literal
+from curation.tasks.checks.values import Read, Tolerance, Values, is_number, literal
 
 OPERATORS: dict[type[ast.cmpop], str] = {
     ast.Eq: "==",
@@ -187,7 +188,7 @@ class _Finder:
         if not negated and (kinds := _of_isinstance(node, function, test)) is not None:
             return kinds
         if (near := _near(test, negated, self._values)) is not None:
-            found = self._comparison(node, function, "==", *near)
+            found = self._comparison(node, function, *near)
             if found.expected:
                 return found
         if (sides := _sides(test, negated)) is not None:
@@ -308,8 +309,12 @@ def _sides(test: ast.expr, negated: bool) -> tuple[str, ast.expr, ast.expr] | No
     return (operator, test.left, test.comparators[0]) if operator else None
 
 
-def _near(test: ast.expr, negated: bool, values: Values) -> tuple[ast.expr, ast.expr, Tolerance] | None:
-    """The values that a condition allows to differ a little, and how much: `abs(a - b) < 0.1`, `math.isclose(a, b)`."""
+def _near(
+    test: ast.expr, negated: bool, values: Values
+) -> tuple[Literal["==", "near"], ast.expr, ast.expr, Tolerance] | None:
+    """The values that a condition allows to differ a little, and how much: `abs(a - b) < 0.1`, `math.isclose(a, b)`,
+    and `1 < a < 2` as `near` the middle.
+    """
     if negated:
         return None
     match test:
@@ -320,15 +325,20 @@ def _near(test: ast.expr, negated: bool, values: Values) -> tuple[ast.expr, ast.
             ops=[ast.Lt() | ast.LtE()],
             comparators=[most],
         ) if values.origin(called) in ("builtins.abs", "math.fabs"):
-            bound = ast.literal_eval(most) if literal(most) else None
-            return (left, right, (0.0, float(bound))) if _is_number(bound) and bound >= 0 else None
+            bound = values.number(most)
+            return ("==", left, right, (0.0, bound)) if bound is not None and bound >= 0 else None
+        case ast.Compare(left=least, ops=[ast.Lt() | ast.LtE(), ast.Lt() | ast.LtE()], comparators=[left, most]):
+            low, high = values.number(least), values.number(most)
+            if low is None or high is None or not low <= high:
+                return None
+            middle, half = low / 2 + high / 2, high / 2 - low / 2
+            room = half + 4 * max(map(math.ulp, (low, high)))  # the test as written is exact
+            return "near", left, ast.copy_location(ast.Constant(middle), most), (0.0, room)
         case ast.Call(func=called, args=[left, right], keywords=given) if values.origin(called) == "math.isclose":
-            options: dict[str | None, Any] = {
-                each.arg: ast.literal_eval(each.value) if literal(each.value) else None for each in given
-            }
+            options = {each.arg: values.number(each.value) for each in given}
             rel, bound = options.pop("rel_tol", 1e-9), options.pop("abs_tol", 0.0)
-            if not options and all(_is_number(each) and each >= 0 for each in (rel, bound)) and rel < 1:
-                return left, right, (rel / (1 - rel), float(bound))  # `rel` is a part of the larger value
+            if not options and rel is not None and bound is not None and 0 <= rel < 1 and bound >= 0:
+                return "==", left, right, (rel / (1 - rel), bound)  # `rel` is a part of the larger value
     return None
 
 
@@ -463,7 +473,7 @@ def _compared(node: ast.AST, values: Values) -> Iterator[tuple[ast.Name, bool]]:
     near = False
     if (condition := _condition(node)) is not None:
         if (close := _near(*condition, values)) is not None:
-            sides, near = close[:2], True
+            sides, near = close[1:3], True
         elif (compared := _sides(*condition)) is not None:
             sides = compared[1:]
     elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and last(node.value.func) in _UNITTEST:
@@ -544,7 +554,7 @@ def _tolerance(call: ast.Call) -> Tolerance | None:
     if set(given) - {"rel", "abs"} or not all(literal(each) for each in given.values()):
         return None
     rel, near = (ast.literal_eval(given[name]) if name in given else None for name in ("rel", "abs"))
-    return (rel, near) if all(each is None or _is_number(each) for each in (rel, near)) else None
+    return (rel, near) if all(each is None or is_number(each) for each in (rel, near)) else None
 
 
 def _places(call: ast.Call) -> Tolerance | None:
@@ -558,11 +568,6 @@ def _places(call: ast.Call) -> Tolerance | None:
         return None
     delta, places = (ast.literal_eval(given[name]) if name in given else None for name in ("delta", "places"))
     if delta is not None:
-        return (0.0, float(delta)) if places is None and _is_number(delta) else None
+        return (0.0, float(delta)) if places is None and is_number(delta) else None
     places = 7 if places is None else places
     return (0.0, 0.5 * 10.0**-places) if type(places) is int and abs(places) < sys.float_info.max_10_exp else None
-
-
-def _is_number(value: Any) -> TypeGuard[float]:
-    """Whether a value is a real number in the range of floats."""
-    return type(value) in (int, float) and abs(value) <= sys.float_info.max

@@ -53,8 +53,9 @@ _CLASS, _METHOD = (
     re.compile(rf"(\w+\.)*([A-Z]\w*|date|datetime|time|timedelta){tail}") for tail in ("", r"(\.[a-z]\w*)?")
 )
 """Names of classes, and also of their methods."""
-_EQUALS = re.compile("(is|all)_?close|array_equal|equals?|(starts|ends)with")
-"""Functions that say whether a value is the same as another, or nearly."""
+_EQUALS = re.compile("(is|all)_?close|array_equal|equals?|(starts|ends)with|assertRegex|re\\.(match|search|fullmatch)")
+"""Functions that say whether a value is the same as another, or like it."""
+_ARRAYS = ("array", "asarray", "tensor", "Series")
 Edits = dict[tuple[int, int], str]
 
 
@@ -246,12 +247,12 @@ def _other_made(source: Source, assertion: Assertion, distance: int) -> Edits:
 
 
 def _told(assertion: Assertion) -> ast.expr | None:
-    """The literal that a value must agree with to make a condition true: the second argument of `isclose`, the last row
-    of `all(f(x) == want for x, want in [(1, 2)])`.
+    """The literal that a value must agree with to make a condition true: the second argument of `isclose`, the pattern
+    of `re.match`, the last row of `all(f(x) == want for x, want in [(1, 2)])`.
     """
-    if assertion.form != "truth" or assertion.negated:
-        return None
     match assertion.left:
+        case _ if assertion.negated or assertion.form not in ("truth", "other"):
+            return None
         case ast.Call(
             func=ast.Name(id="all"),
             args=[
@@ -263,9 +264,23 @@ def _told(assertion: Assertion) -> ast.expr | None:
         ):
             names = [each.id for each in (left, right) if isinstance(each, ast.Name)]
             return next((cells[-1] for name in names if (cells := column(target, name, rows))), None)
-        case ast.Call(func=called, args=[*given]) if _EQUALS.fullmatch(last(called)) and len(given) <= 2:
-            return next((each for each in reversed(given) if literal(each)), None)
-    return None
+        case (
+            ast.Call(func=ast.Attribute(value=ast.Compare(left=left, ops=[ast.Eq()], comparators=[right]), attr="all"))
+            | ast.Call(
+                func=ast.Attribute(attr="all"), args=[ast.Compare(left=left, ops=[ast.Eq()], comparators=[right])]
+            )
+        ):
+            given = [left, right]
+        case ast.Call(func=called, args=[*given]) if len(given) <= 2 and (
+            _EQUALS.fullmatch(last(called)) or _EQUALS.fullmatch(_dotted(called))
+        ):
+            pass
+        case _:
+            return None
+    made = (each for each in given if isinstance(each, ast.Call) and last(each.func) in _ARRAYS)
+    return next(
+        (each for each in (*reversed(given), *(part for each in made for part in each.args)) if literal(each)), None
+    )
 
 
 def _flipped(source: Source, assertion: Assertion, test: ast.expr, distance: int) -> Edits:

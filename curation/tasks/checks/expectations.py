@@ -49,6 +49,7 @@ def _contains(values: Any, item: Any) -> bool:
 
 _OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
     "==": operator.eq,
+    "near": operator.eq,
     "!=": operator.ne,
     "<": operator.lt,
     "<=": operator.le,
@@ -140,6 +141,7 @@ def _holds(rule: Rule, values: Sequence[Any]) -> bool:
 
         if isinstance(right, range) and len(right) > _LONGEST_RANGE:
             return False
+        left = float(left) if isinstance(left, Decimal) and isinstance(right, (int, float)) else left
         right = approx(right, rel=rule.tolerance[0], abs=rule.tolerance[1])
     return bool(_OPERATORS[rule.operator](left, right))
 

@@ -30,7 +30,7 @@ from curation.tasks.checks.values import MOST_LEVELS, Values, literal
 UNOPENED = "__import__('contextlib').nullcontext()"
 """In place of opening a file for an expectation."""
 _METHODS = frozenset(name for kind in KINDS for name in dir(getattr(builtins, kind)))
-_KNOWN = frozenset({"==", "!=", "<", "<=", ">", ">=", "in", "not in", "is", "is not", "has", "has not", "isa"})
+_KNOWN = frozenset({"==", "!=", "<", "<=", ">", ">=", "in", "not in", "is", "is not", "has", "has not", "isa", "near"})
 
 
 def make(

@@ -28,6 +28,7 @@ class Scopes:
         self._patched: set[str] = set()
         self._imports = {} if "*" in self._bound else self._imported(tree)
         self._assigned = assignments(tree.body)
+        self._everywhere = assignments(list(ast.walk(tree)))
         self._functions: dict[int, tuple[Counter[str], dict[str, list[ast.expr]]]] = {}
 
     def origin(self, node: ast.expr) -> str:
@@ -56,6 +57,11 @@ class Scopes:
         if self._bound[name] == 1 and name in self._assigned and "*" not in self._bound:
             return self._assigned[name][0], None
         return None
+
+    def everywhere(self, name: str) -> list[ast.expr]:
+        """All values that the file gives a name, wherever; empty if it may have others."""
+        given = self._everywhere.get(name, [])
+        return given if len(given) == self._bound[name] and "*" not in self._bound else []
 
     def context(self, name: str, function: Function) -> ast.expr | None:
         """The context manager of the `with` statement that gives a function the name, which it reads once."""

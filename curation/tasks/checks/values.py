@@ -13,9 +13,10 @@ import json
 import math
 import operator
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeGuard
 
 from contracts.syntax import is_deep, parse_python
 from curation.tasks.checks.scopes import Function, Scopes
@@ -73,6 +74,11 @@ def literal(node: ast.expr) -> bool:
     return not is_deep(node, MOST_LEVELS)
 
 
+def is_number(value: Any) -> TypeGuard[float]:
+    """Whether a value is a real number in the range of floats."""
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max
+
+
 class Values:
     """Expected values of one test file."""
 
@@ -84,6 +90,17 @@ class Values:
     def origin(self, node: ast.expr) -> str:
         """As `Scopes.origin`."""
         return self._scopes.origin(node)
+
+    def number(self, node: ast.expr) -> float | None:
+        """A number that an expression always has: computed, or of a name that the whole file gives this value only."""
+        if isinstance(node, ast.Name):
+            given = self._scopes.everywhere(node.id)
+            if len({ast.dump(each) for each in given}) != 1:
+                return None
+            node = given[0]
+        found = self.folded(node, None, (1.0, 1.0))
+        value = ast.literal_eval(found) if literal(found) else None
+        return float(value) if is_number(value) else None
 
     def reads(self, node: ast.expr) -> tuple[Read, ...]:
         """Hidden files of a value that `folded` returned."""
