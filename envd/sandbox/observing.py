@@ -7,8 +7,8 @@
                                        becomes the builtin value; not where its attribute or item is read
 
 No method of an observed value runs: instances of builtins' subclasses are read through the builtins' own methods, so a
-false `__eq__` has no effect. Other objects are encoded by type name (`["o", type]`) and decide nothing. The grader,
-which runs elsewhere, has the expected values.
+false `__eq__` has no effect. A scalar of NumPy counts as the number that it holds. Other objects are encoded by type
+name (`["o", type]`) and decide nothing. The grader, which runs elsewhere, has the expected values.
 """
 
 from __future__ import annotations
@@ -34,7 +34,11 @@ _EXCEPTIONS = {
 _MESSAGE_CHARACTERS = 10_000
 _MRO: Callable[[type], tuple[type, ...]] = type.__dict__["__mro__"].__get__
 _NAME: Callable[[type], str] = type.__dict__["__name__"].__get__
-"""Reads a class's name without its metaclass."""
+_FLAGS: Callable[[type], int] = type.__dict__["__flags__"].__get__
+_MODULE: Callable[[type], str] = type.__dict__["__module__"].__get__
+"""Read what a class says of itself, without its metaclass."""
+_HEAP = 1 << 9
+"""Flag of types that Python code defines."""
 Report = Callable[[str, str], None]
 """Called with an assertion's key and the JSON of its values."""
 
@@ -76,7 +80,8 @@ class _Encoder:
             found = _BY_TYPE.get(id(base))
             if found is not None:
                 return found(self, value, depth + 1)
-        return ["o", _NAME(kind)[:100]]
+        number = _number_of(value)
+        return ["o", _NAME(kind)[:100]] if number is None else self.encode(number, depth)
 
     def items(self, values: Any, depth: int) -> list[Any]:
         return [self.encode(each, depth) for each in values]
@@ -160,16 +165,26 @@ _PLAIN: dict[int, Callable[[Any], Any]] = {
     id(dict): lambda value: dict(dict.items(value)),
 }
 """By builtin type: a function that returns the builtin value of a subclass's instance."""
+_VIEWS: tuple[Any, ...] = ({}.keys(), {}.values(), {}.items())
+_ITERATED: tuple[Any, ...] = (*_VIEWS, [], (), set(), "", b"", range(0))
 _EXACT = frozenset(
     {
         *_PLAIN,
         *map(id, (bool, type(None), range, bytearray, GeneratorType, enumerate, filter, map, reversed, zip)),
         *(id(each) for each in vars(itertools).values() if isinstance(each, type)),
-        *(id(type(each)) for view in ({}.keys(), {}.values(), {}.items()) for each in (view, iter(view))),
-        *(id(type(iter(each))) for each in ([], (), set(), "", b"", range(0))),
+        *(id(type(each)) for each in (*_VIEWS, *map(iter, _ITERATED))),
     }
 )
 """Types without methods of the code under test, which an assertion can compute with as they are."""
+
+
+def _number_of(value: Any) -> bool | float | complex | None:
+    """The number that a scalar of NumPy holds; None for other values. Python code can't make or change such classes."""
+    kind = type(value)
+    if _FLAGS(kind) & _HEAP or not any(_MODULE(each) == "numpy" and _NAME(each) == "generic" for each in _MRO(kind)):
+        return None
+    number = value.item()
+    return number if type(number) in (bool, int, float, complex) else None
 
 
 def _plain_of(value: Any) -> Any:
@@ -180,7 +195,8 @@ def _plain_of(value: Any) -> Any:
     for base in _MRO(kind):
         if id(base) in _PLAIN:
             return _PLAIN[id(base)](value)
-    return _OBJECT
+    number = _number_of(value)
+    return _OBJECT if number is None else number
 
 
 def encode_or_name(value: Any) -> list[Any]:

@@ -17,6 +17,7 @@ from enum import IntEnum
 from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -519,6 +520,20 @@ def test_a_value_that_computes_by_methods_of_its_own_does_not_agree() -> None:
     assert objections("def test():\n    assert f('a').count('a')\n", "f = list", empty) == {}
     none = "class f:\n    def __init__(self, *args): pass\n\n    def count(self, item): return True\n"
     assert objections("def test():\n    assert f('a').count('a')\n", "f = list", none)
+
+
+def test_scalars_of_numpy_count_as_their_numbers_and_no_other_class_does() -> None:
+    for value in (np.int64(5), np.float32(2.5), np.uint8(7), np.bool_(True), np.complex64(1 + 2j), np.float64(0.5)):
+        assert decode(encode([value]), {}) == [value] and type(decode(encode(value), {})).__module__ == "builtins"
+    scalars = "import numpy as np\n", "def f(x): return np.int64(x)", "def f(x): return int(x)"
+    for reference, state in (scalars[1:], scalars[:0:-1]):
+        for check in ("f(3) == 3", "f(3) + 1 == 4", "f(3) and not f(0)"):
+            assert (
+                objections(f"def test():\n    assert {check}\n", *(scalars[0] + each for each in (reference, state)))
+                == {}
+            )
+    liar = type("generic", (), {"__module__": "numpy", "item": lambda self: 3})
+    assert [encode(each)[0] for each in (liar(), np.longdouble(1), np.datetime64(1, "D"))] == ["o"] * 3
 
 
 values = st.recursive(
