@@ -187,6 +187,8 @@ def test_parameters_count_by_values_that_agree_each_with_an_expectation_of_its_o
     result = VerifyResult((), "completed", "", observations=tuple(told))
     assert agreeing(OBSERVED, "t", named, result) == count
     assert agreeing(OBSERVED, "t", named, replace(result, exit="timed_out")) == 0
+    objects = {"t": {**OBSERVED.seen["t"], "0:0:0": ["object"] * 3}}
+    assert agreeing(replace(OBSERVED, seen=objects), "t", named, result) == count, "a builtin value is as good"
 
 
 def test_of_methods_with_one_name_none_is_wholly_observed_if_one_is_not() -> None:
