@@ -98,6 +98,8 @@ _Fold = Callable[[ast.expr], ast.expr]
 _NO_LOOP, _OVER_TABLE, _OTHER_LOOP = range(3)
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _INLINE = (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+_MOST_PART = 0.25
+"""Largest relative tolerance of `math.isclose` with which no number is close to two that differ as in decoys."""
 _RAISES = ("raises", "assertRaises", "assertRaisesRegex")
 
 
@@ -337,7 +339,7 @@ def _near(
         case ast.Call(func=called, args=[left, right], keywords=given) if values.origin(called) == "math.isclose":
             options = {each.arg: values.number(each.value) for each in given}
             rel, bound = options.pop("rel_tol", 1e-9), options.pop("abs_tol", 0.0)
-            if not options and rel is not None and bound is not None and 0 <= rel < 1 and bound >= 0:
+            if not options and rel is not None and bound is not None and 0 <= rel <= _MOST_PART and bound >= 0:
                 return "==", left, right, (rel / (1 - rel), bound)  # `rel` is a part of the larger value
     return None
 
