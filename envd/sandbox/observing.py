@@ -27,8 +27,8 @@ MAX_VALUE_BYTES = 1 << 18
 """Maximum size of one observation's JSON; a larger observation is replaced by "too large"."""
 _MAX_DEPTH, _MAX_NODES = 24, 50_000
 _EXCEPTIONS = {
-    id(each): name
-    for name, each in vars(builtins).items()
+    id(each): each.__name__  # OSError has others
+    for each in vars(builtins).values()
     if isinstance(each, type) and issubclass(each, BaseException)
 }
 _MESSAGE_CHARACTERS = 10_000
@@ -134,7 +134,8 @@ def install(report: Report) -> None:
         ) -> bool:
             names = [] if kind is None else [_EXCEPTIONS[id(each)] for each in kind.__mro__ if id(each) in _EXCEPTIONS]
             try:
-                said = "" if error is None else str(error)
+                # as pytest's `match` reads it
+                said = "" if error is None else "\n".join(map(str, (error, *getattr(error, "__notes__", ()))))
             except Exception:  # noqa: BLE001 - of the code under test
                 said = ""
             report(self._key, _told([["e", names, said[:_MESSAGE_CHARACTERS]]]))

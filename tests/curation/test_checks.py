@@ -522,6 +522,18 @@ def test_a_value_that_computes_by_methods_of_its_own_does_not_agree() -> None:
     assert objections("def test():\n    assert f('a').count('a')\n", "f = list", none)
 
 
+@pytest.mark.parametrize("name", ["OSError", "IOError", "(KeyError, EnvironmentError)"])
+def test_an_exception_with_several_names_is_observed(name: str) -> None:
+    test = f"import pytest\n\n\ndef test():\n    with pytest.raises({name}):\n        f()\n"
+    assert objections(test, "def f(): raise OSError", "def f(): raise FileNotFoundError") == {}
+
+
+def test_an_expected_text_may_stand_in_a_note_of_the_exception() -> None:
+    test = "import pytest\n\n\ndef test():\n    with pytest.raises(ValueError, match='line 3'):\n        f()\n"
+    noted = "def f():\n    error = ValueError('bad')\n    error.add_note('in line 3')\n    raise error\n"
+    assert objections(test, "def f(): raise ValueError('bad in line 3')", noted) == {}
+
+
 def test_scalars_of_numpy_count_as_their_numbers_and_no_other_class_does() -> None:
     for value in (np.int64(5), np.float32(2.5), np.uint8(7), np.bool_(True), np.complex64(1 + 2j), np.float64(0.5)):
         assert decode(encode([value]), {}) == [value] and type(decode(encode(value), {})).__module__ == "builtins"

@@ -142,14 +142,11 @@ def find(tree: ast.Module, values: Values | None = None) -> list[Assertion]:
 
 
 def exception_names(node: ast.expr) -> list[str] | None:
-    """Names of builtin exceptions in an expression that is one exception or a tuple of them."""
+    """Names of builtin exceptions in an expression that is one exception or a tuple of them; OSError for IOError."""
     parts = node.elts if isinstance(node, ast.Tuple) else [node]
-    names = [part.id for part in parts if isinstance(part, ast.Name)]
-    known = all(
-        isinstance(getattr(builtins, name, None), type) and issubclass(getattr(builtins, name), Exception)
-        for name in names
-    )
-    return names if names and len(names) == len(parts) and known else None
+    kinds = [getattr(builtins, part.id, None) for part in parts if isinstance(part, ast.Name)]
+    names = [each.__name__ for each in kinds if isinstance(each, type) and issubclass(each, Exception)]
+    return names if names and len(names) == len(parts) else None
 
 
 class _Finder:
