@@ -526,6 +526,8 @@ def test_a_value_that_computes_by_methods_of_its_own_does_not_agree() -> None:
 def test_an_exception_with_several_names_is_observed(name: str) -> None:
     test = f"import pytest\n\n\ndef test():\n    with pytest.raises({name}):\n        f()\n"
     assert objections(test, "def f(): raise OSError", "def f(): raise FileNotFoundError") == {}
+    older = Observed({}, {"k": Rule("raises", "", "", names=("IOError",))}, {}, {})
+    assert agrees(older, "k", '[["e",["FileNotFoundError","OSError"],""]]')
 
 
 def test_an_expected_text_may_stand_in_a_note_of_the_exception() -> None:

@@ -105,7 +105,7 @@ def _hides(encoded: Any) -> bool:
 
 def _raised(rule: Rule, sides: Sequence[Any]) -> bool:
     _, names, text = sides[0]
-    if not set(rule.names) & set(names):
+    if not {getattr(builtins, name).__name__ for name in rule.names} & set(names):  # older checks have IOError
         return False
     return rule.pattern is None or _matches(rule.pattern, text)
 
