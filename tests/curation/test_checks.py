@@ -418,6 +418,8 @@ OTHER_KINDS = [
     ("sorted(f(3)) == [0, 1, 2]", "f = range", "def f(n): return dict.fromkeys(range(n)).keys()"),
     ("P(1, 2).x == 1 and P(2, 3).f() == 2", POINT, PAIR),
     ("P(1, 2).f() - 1 == 0", POINT, PAIR),
+    ("repr(P(1, 2)) == f'{P(1, 2)}' and hasattr(P(1, 2), 'y')", POINT + "\n    __repr__ = lambda self: 'P'", PAIR),
+    ("isinstance(P(1, 2), P)", POINT, PAIR),
     ("f('aab')['z'] == 0", "f = lambda text: {each: text.count(each) for each in 'abz'}", KEYS),
 ]
 

@@ -30,6 +30,8 @@ from curation.tasks.checks.values import MOST_LEVELS, Values, literal
 UNOPENED = "__import__('contextlib').nullcontext()"
 """In place of opening a file for an expectation."""
 _METHODS = frozenset(name for kind in KINDS for name in dir(getattr(builtins, kind)))
+_OF_CLASS = frozenset({"ascii", "callable", "format", "getattr", "hasattr", "isinstance", "repr", "str", "type"})
+"""Builtin functions whose result depends on the class of an argument."""
 _KNOWN = frozenset({"==", "!=", "<", "<=", ">", ">=", "in", "not in", "is", "is not", "has", "has not", "isa", "near"})
 
 
@@ -219,7 +221,7 @@ class _Parts(ast.NodeTransformer):
         self._file, self._key = file, key
         self._top = None if top is None else (top.lineno, top.col_offset, top.end_lineno, top.end_col_offset)
         self._reached: set[int] = set()
-        """Expressions of which an attribute or an item is read. Only an object's own class knows these."""
+        """Expressions of which an attribute, an item, the class or the text is read, which an object's own class knows."""
         self.changed = False
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
@@ -241,6 +243,8 @@ class _Parts(ast.NodeTransformer):
     def visit_Call(self, node: ast.Call) -> ast.expr:
         if (found := self._computed(node)) is not None:
             return found
+        if isinstance(node.func, ast.Name) and node.func.id in _OF_CLASS:
+            self._reached |= set(map(id, node.args))
         self.generic_visit(node)
         place = (node.lineno, node.col_offset, node.end_lineno, node.end_col_offset)
         builtin = isinstance(node.func, ast.Name) and hasattr(builtins, node.func.id)
@@ -249,6 +253,11 @@ class _Parts(ast.NodeTransformer):
         self.changed = True
         key = ast.Constant(self._file.kind(self._key))
         return ast.copy_location(ast.Call(ast.Name("__plain__", ast.Load()), [key, node], []), node)
+
+    def visit_FormattedValue(self, node: ast.FormattedValue) -> ast.expr:
+        self._reached.add(id(node.value))
+        self.generic_visit(node)
+        return node
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.expr:
         self._reached.add(id(node.value))
