@@ -221,7 +221,7 @@ class _Parts(ast.NodeTransformer):
         self._file, self._key = file, key
         self._top = None if top is None else (top.lineno, top.col_offset, top.end_lineno, top.end_col_offset)
         self._reached: set[int] = set()
-        """Expressions of which an attribute, an item, the class or the text is read, which an object's own class knows."""
+        """Expressions of which an attribute, an item, the class or the text is read: their own class knows these."""
         self.changed = False
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
