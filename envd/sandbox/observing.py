@@ -17,6 +17,7 @@ import builtins
 import datetime
 import itertools
 import json
+from collections import deque
 from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
@@ -171,7 +172,8 @@ _ITERATED: tuple[Any, ...] = (*_VIEWS, [], (), set(), "", b"", range(0))
 _EXACT = frozenset(
     {
         *_PLAIN,
-        *map(id, (bool, type(None), range, bytearray, GeneratorType, enumerate, filter, map, reversed, zip)),
+        *map(id, (bool, type(None), range, bytearray, deque, GeneratorType, enumerate, filter, map, reversed, zip)),
+        *map(id, (Decimal, datetime.date, datetime.datetime, datetime.time, datetime.timedelta)),
         *(id(each) for each in vars(itertools).values() if isinstance(each, type)),
         *(id(type(each)) for each in (*_VIEWS, *map(iter, _ITERATED))),
     }

@@ -416,6 +416,8 @@ OTHER_KINDS = [
     ("list(f(3)) == [0, 1, 2]", "def f(n): yield from range(n)", "f = lambda n: list(range(n))"),
     ("sum(f(3)) == 3", "f = range", "import itertools\ndef f(n): return itertools.islice(range(9), n)"),
     ("sorted(f(3)) == [0, 1, 2]", "f = range", "def f(n): return dict.fromkeys(range(n)).keys()"),
+    ("list(f(3)) == [0, 1, 2]", "f = range", "import collections\ndef f(n): return collections.deque(range(n))"),
+    ("f(3) + 1 == 4", "f = int", "from decimal import Decimal as f"),
     ("P(1, 2).x == 1 and P(2, 3).f() == 2", POINT, PAIR),
     ("P(1, 2).f() - 1 == 0", POINT, PAIR),
     ("repr(P(1, 2)) == f'{P(1, 2)}' and hasattr(P(1, 2), 'y')", POINT + "\n    __repr__ = lambda self: 'P'", PAIR),
