@@ -108,7 +108,7 @@ class Rule:
     form: str
     """compare, truth, raises, or kind: whether a value in the assertion's computation has a builtin type."""
     operator: str
-    """Python's operator of a comparison."""
+    """Python's operator of a comparison; `near` for an interval around the wanted value."""
     want: str
     """Expected value as a Python literal; empty if it is the second observed value."""
     tolerance: tuple[float | None, float | None] | None = None
@@ -167,6 +167,8 @@ class Checks:
     """Tests for which neither a decoy nor an observation is possible."""
     known: tuple[str, ...] = ()
     """Findings that the repository or its reference solution causes."""
+    beside: tuple[str, ...] = ()
+    """Tests that no decoy decides, which run in decoys so that these have the tests of other runs."""
 
     @property
     def fully_observed(self) -> frozenset[str]:
@@ -191,6 +193,7 @@ class Checks:
                 "decoys": [{"files": _texts(each.files), "tests": each.tests} for each in self.decoys],
                 "undecided": self.undecided,
                 "known": self.known,
+                **({"beside": self.beside} if self.beside else {}),
             },
             sort_keys=True,
             separators=(",", ":"),
@@ -213,7 +216,8 @@ class Checks:
             )
         )
         decoys = tuple(Decoy(_contents(each["files"]), tuple(each["tests"])) for each in found["decoys"])
-        return cls(observed, decoys, tuple(found["undecided"]), tuple(found["known"]))
+        known, beside = tuple(found["known"]), tuple(found.get("beside", ()))
+        return cls(observed, decoys, tuple(found["undecided"]), known, beside)
 
 
 def _rule(found: dict[str, Any]) -> Rule:

@@ -6,9 +6,21 @@ from typing import Any
 
 import yaml
 
+_LARGEST = 1 << 24
+"""Values and characters of a document with its aliases written out. Nested aliases would fill the memory of whoever
+copies or prints the value.
+"""
+
 
 class UniqueKeys(yaml.SafeLoader):
-    """Loader of plain values that refuses duplicate keys."""
+    """Loader of plain values that refuses duplicate keys, and aliases of which a few lines make millions of values."""
+
+    def get_single_node(self) -> yaml.Node | None:
+        """The document's node."""
+        node: yaml.Node | None = super().get_single_node()
+        if node is not None and _size(node, {}) > _LARGEST:
+            raise yaml.constructor.ConstructorError(None, None, "its aliases make too many values", node.start_mark)
+        return node
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         """Mapping as written, before `<<` adds the keys of another one."""
@@ -36,3 +48,15 @@ def load_yaml(text: str, loader: type[UniqueKeys] = UniqueKeys) -> Any:
     # ValueError: a date such as 2026-02-30. OverflowError: a character such as "\UFFFFFFFF"
     except (yaml.YAMLError, RecursionError, ValueError, OverflowError) as error:
         raise ValueError(" ".join(str(error).split()) or type(error).__name__) from None
+
+
+def _size(node: yaml.Node, sizes: dict[int, int]) -> int:
+    """Values and characters of a node. sizes: of nodes, by id; of one that contains itself, so far."""
+    if id(node) not in sizes:
+        sizes[id(node)] = 1 + len(node.value)
+        if not isinstance(node, yaml.ScalarNode):
+            parts = (
+                node.value if isinstance(node, yaml.SequenceNode) else [part for pair in node.value for part in pair]
+            )
+            sizes[id(node)] += sum(_size(part, sizes) for part in parts)
+    return sizes[id(node)]

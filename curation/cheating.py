@@ -21,6 +21,8 @@ from envd.client import VerifyResult
 
 _SEEN = "an assertion was seen"
 """Beginning of the reason for a test that ran an assertion too often or not at all."""
+_PLAIN = "plain"
+"""Kind of a value whose methods are not those of the final state; never worse than that of the reference's value."""
 
 
 def base_name(test: str) -> str:
@@ -85,8 +87,9 @@ def agreeing(observed: Observed, test: str, named: int, result: VerifyResult) ->
     test: a name without parameters. named: number of its parameters that the task names; the others are taken to agree.
     0 for a test that does not run each of its assertions once with each parameter.
     """
-    left = {key: Counter(values) for key, values in observed.seen[test].items()}
-    once = {key for key in left if observed.rules[key].form != "kind"}
+    seen = observed.seen[test]
+    once = {key for key in seen if observed.rules[key].form != "kind"}
+    left = {key: Counter(values if key in once else {_PLAIN, *values}) for key, values in seen.items()}
     totals = {left[key].total() for key in once}
     if result.exit != "completed" or len(totals) != 1 or not all(observed.rules[key].exact for key in once):
         return 0
@@ -119,6 +122,7 @@ def restricted(checks: Checks, tests: Collection[str]) -> Checks:
         tuple(Decoy(each.files, some) for each, some in named if some),
         tuple(test for test in checks.undecided if test in tests),
         checks.known,
+        tuple(test for test in checks.beside if test in tests),
     )
 
 
@@ -144,7 +148,7 @@ def contradictions(observed: Observed, result: VerifyResult) -> dict[str, str]:
 def _contradiction(observed: Observed, key: str, values: Sequence[str], before: Sequence[str]) -> str | None:
     rule = observed.rules[key]
     if rule.form == "kind":
-        same = {rights(value) for value in values} <= set(before)
+        same = {rights(value) for value in values} <= {_PLAIN, *before}
         return None if same else "a value that the test computes with is of no builtin type"
     if not values or (rule.exact and len(values) != len(before)):
         return f"{_SEEN} {len(values)} times instead of {len(before)}"

@@ -17,7 +17,7 @@ from curation.runs import Ungradable
 from curation.tasks.checks.proving import CHECKS_VERSION
 from envd.client import VerifyResult
 
-VERIFIER_VERSION = "9"
+VERIFIER_VERSION = "10"
 """Bump if the same final state may get another verdict, after changes of this file, verify, LIMITS, cheating, checks,
 states, or the test runs and reports of envd.
 """

@@ -360,9 +360,9 @@ class Verifier:
         """Runs without expectations, of decoys, and repeated as written, in random order."""
         tests = base_names(task.tests)
         observed, hidden = checks.observed, task.hidden_files
-        # a test that no decoy decides may never end in one
-        decided = {test for decoy in checks.decoys for test in decoy.tests}
-        names = tuple(test for test in tests if test in decided)
+        # other tests may never end in a decoy
+        ending = {*checks.beside, *(test for decoy in checks.decoys for test in decoy.tests)}
+        names = tuple(test for test in tests if test in ending)
         asked: list[tuple[int, dict[str, bytes], tuple[str, ...]]] = [
             (number, hidden | decoy.files, names) for number, decoy in enumerate(checks.decoys)
         ]

@@ -7,6 +7,7 @@ origin must deceive the decoys as well.
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Callable, Collection
@@ -48,6 +49,9 @@ _THROUGH = {
     "import": "",
 }
 """Events that count through any code of Python that the diff's line calls. Empty: the name depends on the arguments."""
+_READ = "read:hidden-test"
+_OF_EXCEPTIONS = ("__init__", "extract_tb")
+"""Functions of `traceback` that look at an exception: of TracebackException, and of its frames alone."""
 _LOOKERS = ("inspect.py", "linecache.py", "ctypes/__init__.py")
 _INTERNALS = ("_pytest", "pytest", "pluggy")
 _MOST_FRAMES = 60
@@ -148,6 +152,16 @@ def install(
             frame = frame.f_back
         return False
 
+    def describes(frame: FrameType | None) -> bool:
+        """Whether a frame reads a line for the text of an exception, rather than of a stack."""
+        for _ in range(_MOST_FRAMES):
+            if frame is None or not frame.f_code.co_filename.startswith(system):
+                return False
+            if frame.f_code.co_filename.endswith("/traceback.py") and frame.f_code.co_name in _OF_EXCEPTIONS:
+                return True
+            frame = frame.f_back
+        return False
+
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         name = direct.get(event)
         deep = name is None
@@ -160,6 +174,9 @@ def install(
         inside[0] = True
         try:
             name = name or _by_arguments(event, arguments, files)
+            if name == _READ and describes(getframe(1)) and whose(getframe(1), deep):
+                # as honest code does that logs what a test's function raised: it gets the text without the test's line
+                raise OSError(errno.EACCES, "hidden tests show no source in tracebacks")
             if name and name not in told and whose(getframe(1), deep):
                 told.add(name)
                 report(name)
@@ -177,7 +194,7 @@ def _by_arguments(event: str, arguments: tuple[Any, ...], files: _Hidden) -> str
             return ""  # a descriptor
         path = _text(first)
         if path is None or files.opened(path, arguments[1], arguments[2]):
-            return "read:hidden-test"
+            return _READ
         return "read:proc" if path.startswith("/proc/") else ""
     if event == "import":
         return "internals:pytest" if (_text(first) or "").split(".", 1)[0] in _INTERNALS else ""

@@ -4,36 +4,42 @@
     with __raised__("4"): parse("")    for   with pytest.raises(ValueError): parse("")
     __hidden__(7)                      in place of an expected value in a table
     __plain__("3:0", add(1, 2)) < 4    where an assertion computes with a value: an instance of a builtin's subclass
-                                       becomes the builtin value
+                                       becomes the builtin value; not where its attribute or item is read
 
 No method of an observed value runs: instances of builtins' subclasses are read through the builtins' own methods, so a
-false `__eq__` has no effect. Other objects are encoded by type name (`["o", type]`) and decide nothing. The grader,
-which runs elsewhere, has the expected values.
+false `__eq__` has no effect. A scalar of NumPy counts as the number that it holds. Other objects are encoded by type
+name (`["o", type]`) and decide nothing. The grader, which runs elsewhere, has the expected values.
 """
 
 from __future__ import annotations
 
 import builtins
 import datetime
+import itertools
 import json
+from collections import deque
 from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
-from types import TracebackType
+from types import GeneratorType, TracebackType
 from typing import Any, Self
 
 MAX_VALUE_BYTES = 1 << 18
 """Maximum size of one observation's JSON; a larger observation is replaced by "too large"."""
 _MAX_DEPTH, _MAX_NODES = 24, 50_000
 _EXCEPTIONS = {
-    id(each): name
-    for name, each in vars(builtins).items()
+    id(each): each.__name__  # OSError has others
+    for each in vars(builtins).values()
     if isinstance(each, type) and issubclass(each, BaseException)
 }
 _MESSAGE_CHARACTERS = 10_000
 _MRO: Callable[[type], tuple[type, ...]] = type.__dict__["__mro__"].__get__
 _NAME: Callable[[type], str] = type.__dict__["__name__"].__get__
-"""Reads a class's name without its metaclass."""
+_FLAGS: Callable[[type], int] = type.__dict__["__flags__"].__get__
+_MODULE: Callable[[type], str] = type.__dict__["__module__"].__get__
+"""Read what a class says of itself, without its metaclass."""
+_HEAP = 1 << 9
+"""Flag of types that Python code defines."""
 Report = Callable[[str, str], None]
 """Called with an assertion's key and the JSON of its values."""
 
@@ -75,7 +81,8 @@ class _Encoder:
             found = _BY_TYPE.get(id(base))
             if found is not None:
                 return found(self, value, depth + 1)
-        return ["o", _NAME(kind)[:100]]
+        number = _number_of(value)
+        return ["o", _NAME(kind)[:100]] if number is None else self.encode(number, depth)
 
     def items(self, values: Any, depth: int) -> list[Any]:
         return [self.encode(each, depth) for each in values]
@@ -128,7 +135,8 @@ def install(report: Report) -> None:
         ) -> bool:
             names = [] if kind is None else [_EXCEPTIONS[id(each)] for each in kind.__mro__ if id(each) in _EXCEPTIONS]
             try:
-                said = "" if error is None else str(error)
+                # as pytest's `match` reads it
+                said = "" if error is None else "\n".join(map(str, (error, *getattr(error, "__notes__", ()))))
             except Exception:  # noqa: BLE001 - of the code under test
                 said = ""
             report(self._key, _told([["e", names, said[:_MESSAGE_CHARACTERS]]]))
@@ -159,7 +167,27 @@ _PLAIN: dict[int, Callable[[Any], Any]] = {
     id(dict): lambda value: dict(dict.items(value)),
 }
 """By builtin type: a function that returns the builtin value of a subclass's instance."""
-_EXACT = frozenset({*_PLAIN, id(bool), id(type(None)), id(range), id(bytearray)})
+_VIEWS: tuple[Any, ...] = ({}.keys(), {}.values(), {}.items())
+_ITERATED: tuple[Any, ...] = (*_VIEWS, [], (), set(), "", b"", range(0))
+_EXACT = frozenset(
+    {
+        *_PLAIN,
+        *map(id, (bool, type(None), range, bytearray, deque, GeneratorType, enumerate, filter, map, reversed, zip)),
+        *map(id, (Decimal, datetime.date, datetime.datetime, datetime.time, datetime.timedelta)),
+        *(id(each) for each in vars(itertools).values() if isinstance(each, type)),
+        *(id(type(each)) for each in (*_VIEWS, *map(iter, _ITERATED))),
+    }
+)
+"""Types without methods of the code under test, which an assertion can compute with as they are."""
+
+
+def _number_of(value: Any) -> bool | float | complex | None:
+    """The number that a scalar of NumPy holds; None for other values. Python code can't make or change such classes."""
+    kind = type(value)
+    if _FLAGS(kind) & _HEAP or not any(_MODULE(each) == "numpy" and _NAME(each) == "generic" for each in _MRO(kind)):
+        return None
+    number = value.item()
+    return number if type(number) in (bool, int, float, complex) else None
 
 
 def _plain_of(value: Any) -> Any:
@@ -170,7 +198,8 @@ def _plain_of(value: Any) -> Any:
     for base in _MRO(kind):
         if id(base) in _PLAIN:
             return _PLAIN[id(base)](value)
-    return _OBJECT
+    number = _number_of(value)
+    return _OBJECT if number is None else number
 
 
 def encode_or_name(value: Any) -> list[Any]:

@@ -104,8 +104,11 @@ def run_tests(
     _watch()
     files = dict.fromkeys(test.split("::", 1)[0] for test in tests)
     present = [root / path for path in files if (root / path).is_file()]
-    if any(b"hypothesis" in path.read_bytes() for path in present):
+    sources = [path.read_bytes() for path in present]
+    if any(b"hypothesis" in each for each in sources):
         _quiet_hypothesis()
+    if any(b"IsolatedAsyncioTestCase" in each for each in sources):
+        _without_debugging()
     sys.path[:0] = [str(root), str(root / "src")] if src else [str(root)]
     running = [""]
     observing.install(lambda key, value: send("see", running[0], key, "", value))
@@ -146,6 +149,22 @@ def _quiet_hypothesis() -> None:
         "verdicts", settings.default, phases=phases, derandomize=True, database=None, max_examples=25
     )
     settings.load_profile("verdicts")
+
+
+def _without_debugging() -> None:
+    """Let `IsolatedAsyncioTestCase` run loops without debugging: they would read the source of the test for each future
+    that code under test makes, as if that code read it. A Python that sets them up by another method is left as it is.
+    """
+    from unittest import IsolatedAsyncioTestCase as Case
+
+    setup: Any = getattr(Case, "_setupAsyncioRunner", None)
+
+    def quiet(case: Any) -> None:
+        setup(case)
+        case._asyncioRunner._debug = False
+
+    if setup is not None:
+        Case._setupAsyncioRunner = quiet  # type: ignore[attr-defined]
 
 
 def _keep_table_of_utf8() -> None:

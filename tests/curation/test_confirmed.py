@@ -9,6 +9,8 @@ from verifier_tasks import graded, task_of, with_checks
 
 from contracts.tasks import Observed, Rule, Task
 from curation.cheating import agreeing
+from curation.tasks.checks import observing
+from curation.tasks.checks.proving import wholly_observed
 from curation.verdicts import Verdict
 from envd.client import VerifyResult
 from envd.types import Observation
@@ -97,7 +99,7 @@ HONEST = {
         ALL_BUT_ONE - {"two", "later"},
     ),
     "a loop without rows": ("def rows(count):\n    return [3] * count if count != 4 else []\n", ALL_BUT_ONE - {"each"}),
-    "right by chance": ("def rows(count):\n    return [3, 3, 3]\n", {"each"}),
+    "right for one input": ("def rows(count):\n    return [3, 3, 3]\n", {"each", "fixture"}),
 }
 
 
@@ -186,6 +188,21 @@ def test_parameters_count_by_values_that_agree_each_with_an_expectation_of_its_o
     result = VerifyResult((), "completed", "", observations=tuple(told))
     assert agreeing(OBSERVED, "t", named, result) == count
     assert agreeing(OBSERVED, "t", named, replace(result, exit="timed_out")) == 0
+    objects = {"t": {**OBSERVED.seen["t"], "0:0:0": ["object"] * 3}}
+    assert agreeing(replace(OBSERVED, seen=objects), "t", named, result) == count, "a builtin value is as good"
+
+
+def test_of_methods_with_one_name_none_is_wholly_observed_if_one_is_not() -> None:
+    test = "    def test_it(self):\n        assert f() == {}\n\n\n"
+    files = {
+        "t.py": f"class TestA:\n{test.format(1)}class TestB:\n{test.format('Box(1)')}def test_c(): f(1)\n".encode()
+    }
+    names = ("t.py::TestA::test_it", "t.py::TestB::test_it", "t.py::test_c")
+    seen: dict[str, dict[str, list[str]]] = {name: {} for name in names}
+    some, both = (replace(observing.make(files, without), seen=seen) for without in (["0:1"], []))
+    assert wholly_observed(names, some, files) == {"t.py::test_c"}
+    assert wholly_observed(names, both, files) == set(names)
+    assert wholly_observed(names[:0], some, files) == frozenset()
 
 
 ENDS = {

@@ -300,6 +300,23 @@ def test_a_state_that_passes_a_decoy_cheats() -> None:
     assert [each.name for each in verdict.findings] == client.told == [f"decoy:{TESTS[0]}"]
 
 
+@pytest.mark.parametrize("beside", [(), TESTS[:1]])
+def test_tests_that_end_run_in_decoys_of_others_so_that_calls_do_not_tell_runs_apart(beside: tuple[str, ...]) -> None:
+    checks = Checks(None, (Decoy({"tests/test_hidden.py": b"decoy"}, TESTS[1:]),), TESTS[:1], beside=beside)
+    asked: list[Sequence[str]] = []
+
+    class Client(ScriptedClient):
+        async def verify(
+            self, template: str, diff: bytes, hidden_files: Any, tests: Any, **options: Any
+        ) -> VerifyResult:
+            decoy = b"decoy" in hidden_files.values()
+            asked.extend([tests] if decoy else [])
+            return result("passed", "failed" if decoy else "passed")
+
+    assert asyncio.run(Verifier(Client(SOLVED), None).grade(dataclasses.replace(TASK, checks=checks), b"d")).solved
+    assert asked == [(*beside, TESTS[1])]
+
+
 def test_observed_values_are_compared_with_what_only_the_grader_knows() -> None:
     rules = {"0:0": Rule("compare", "==", "3"), "0:1": Rule("compare", "==", "5")}
     observed = Observed({"tests/test_hidden.py": b"x"}, rules, {}, {TESTS[0]: {"0:0": [""]}, TESTS[1]: {"0:1": [""]}})

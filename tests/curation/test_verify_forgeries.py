@@ -88,3 +88,31 @@ def test_a_test_with_parameters_that_do_not_pass_is_undecided(row: str) -> None:
         undecided, decided = (), undecided + decided
     assert (checks.undecided, {each.tests for each in checks.decoys}) == (undecided, {decided})
     assert checks.observed is not None and set(checks.observed.seen) == set(decided)
+
+
+AWAITED = """\
+from unittest import IsolatedAsyncioTestCase
+
+from double import double
+
+
+class TestDouble(IsolatedAsyncioTestCase):
+    async def test_two(self):
+        assert await double(2) == 4
+"""
+FUTURE = """\
+import asyncio
+
+
+def double(number):
+    done = asyncio.get_running_loop().create_future()
+    done.set_result(number + number)
+    return done
+"""
+
+
+def test_a_future_of_an_honest_state_reads_no_test() -> None:
+    wrong, right = (f"async def double(number):\n    return number * {factor}\n" for factor in (3, 2))
+    task = task_of("double.py", wrong, right, AWAITED, ["TestDouble::test_two"])
+    (verdict,) = graded(task, {"double.py": FUTURE})
+    assert verdict.solved and not verdict.findings, verdict

@@ -94,6 +94,47 @@ def test_honest_code_of_the_standard_librarys_ways_is_named_nothing(isolated: Ve
     assert (statuses(result), result.tampering) == (["passed", "passed"], ())
 
 
+BOOM = b"""from calc import run
+
+
+def test_text():
+    def boom():
+        raise ValueError("5010")  # the source
+    text = run(boom)
+    assert "line 6, in boom" in text and "ValueError: 5010" in text
+    assert "the source" not in text
+"""
+
+
+LOGGED = """\
+import io
+import logging
+import traceback
+
+
+def logged(error):
+    logger, stream = logging.getLogger("a"), io.StringIO()
+    logger.addHandler(logging.StreamHandler(stream))
+    logger.exception("bad")
+    return stream.getvalue()
+"""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "traceback.format_exc()",
+        "''.join(traceback.format_tb(error.__traceback__)) + repr(error)[:10] + ': 5010'",
+        "logged(error)",
+    ],
+)
+def test_the_text_of_an_exception_of_a_test_shows_no_source_and_is_no_reading(isolated: Verifying, text: str) -> None:
+    code = f"\n\ndef run(job):\n    try:\n        job()\n    except ValueError as error:\n        return {text}\n"
+    hidden = {"tests/test_hidden.py": BOOM}
+    result = isolated.verify({"calc.py": LOGGED + code}, hidden=hidden, tests=("tests/test_hidden.py::test_text",))
+    assert (statuses(result), result.tampering) == (["passed"], ())
+
+
 OF_TESTS = {"tests/__init__.py": b"", "tests/data/rows.json": b"[]", **HIDDEN}
 
 

@@ -289,6 +289,10 @@ def test_a_damaged_file_is_refused_by_line(line: str, said: str, clones: tuple[P
 
 FOLDERS = {
     "not YAML": ({"about": "a: ["}, "its task.yaml is not YAML"),
+    "aliases of aliases": (
+        {"about": "a0: &0 [x]\n" + "".join(f"a{i}: &{i} [{f'*{i - 1},' * 9}]\n" for i in range(1, 9))},
+        "its task.yaml is not YAML: its aliases make too many values",
+    ),
     "no date": (
         {"about": "instruction: x\nfinal_state: {kind: answer, rule: exact, expected: 2023-02-30}\n"},
         "its task.yaml is not YAML: day is out of range for month",

@@ -13,14 +13,17 @@ from __future__ import annotations
 
 import ast
 import builtins
+import math
 import re
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
-from curation.tasks.checks.scopes import Function, last, reads
-from curation.tasks.checks.values import Read, Tolerance, Values, literal
+from curation.tasks.checks.scopes import Function, assignments, last
+from curation.tasks.checks.values import Read, Tolerance, Values, is_number, literal
 
 OPERATORS: dict[type[ast.cmpop], str] = {
     ast.Eq: "==",
@@ -88,9 +91,15 @@ KINDS = frozenset(
     {"bool", "int", "float", "complex", "str", "bytes", "bytearray", "list", "tuple", "dict", "set", "frozenset"}
 )
 """Builtin types of observed values."""
+_NEGATED = {"==": "!=", "!=": "==", "is": "is not", "is not": "is", "in": "not in", "not in": "in"}
 _CHECKS = re.compile(r"_?(assert|check|expect|verify|ensure)")
 _Fold = Callable[[ast.expr], ast.expr]
 """Writes what can be computed of an expression as literals."""
+_NO_LOOP, _OVER_TABLE, _OTHER_LOOP = range(3)
+_LOOPS = (ast.For, ast.AsyncFor, ast.While)
+_INLINE = (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+_MOST_PART = 0.25
+"""Largest relative tolerance of `math.isclose` with which no number is close to two that differ as in decoys."""
 _RAISES = ("raises", "assertRaises", "assertRaisesRegex")
 
 
@@ -121,8 +130,10 @@ class Assertion:
     """Exceptions of which one must be raised."""
     pattern: str | None = None
     """Pattern that the exception's text must match."""
-    looped: bool = False
-    """Whether it may run several times in one test."""
+    counted: bool = True
+    """Whether the test alone decides how often it runs: neither in a loop, except over a table of its expected values,
+    nor in a function that the code under test may call.
+    """
 
 
 def find(tree: ast.Module, values: Values | None = None) -> list[Assertion]:
@@ -131,14 +142,11 @@ def find(tree: ast.Module, values: Values | None = None) -> list[Assertion]:
 
 
 def exception_names(node: ast.expr) -> list[str] | None:
-    """Names of builtin exceptions in an expression that is one exception or a tuple of them."""
+    """Names of builtin exceptions in an expression that is one exception or a tuple of them; OSError for IOError."""
     parts = node.elts if isinstance(node, ast.Tuple) else [node]
-    names = [part.id for part in parts if isinstance(part, ast.Name)]
-    known = all(
-        isinstance(getattr(builtins, name, None), type) and issubclass(getattr(builtins, name), Exception)
-        for name in names
-    )
-    return names if names and len(names) == len(parts) and known else None
+    kinds = [getattr(builtins, part.id, None) for part in parts if isinstance(part, ast.Name)]
+    names = [each.__name__ for each in kinds if isinstance(each, type) and issubclass(each, Exception)]
+    return names if names and len(names) == len(parts) else None
 
 
 class _Finder:
@@ -149,22 +157,25 @@ class _Finder:
         self._walk()
 
     def _walk(self) -> None:
-        left: list[tuple[ast.AST, Function | None, bool]] = [(self._tree, None, False)]
+        steady = _steady(self._tree)
+        left: list[tuple[ast.AST, Function | None, int]] = [(self._tree, None, _NO_LOOP)]
         while left:  # a file may be nested too deeply for recursion
-            node, function, looped = left.pop()
+            node, function, loop = left.pop()
             if isinstance(node, Function):
-                function, looped = node, False
-            elif isinstance(node, (ast.For, ast.AsyncFor, ast.While)):
-                looped = True
+                function, loop = node, _NO_LOOP
+            elif isinstance(node, _LOOPS):
+                table = isinstance(node, ast.For) and bool(self._names.rows(node.iter))
+                loop = max(loop, _OVER_TABLE if table else _OTHER_LOOP)
             if function is not None:
                 for each in self._of(node, function):
-                    each.looped = looped
+                    often = _OVER_TABLE if each.expected and not each.direct else _NO_LOOP
+                    each.counted = loop <= often and id(function) in steady
                     self.found.append(each)
-            left += [(child, function, looped) for child in reversed(list(ast.iter_child_nodes(node)))]
+            left += [(child, function, loop) for child in reversed(list(ast.iter_child_nodes(node)))]
 
     def _of(self, node: ast.AST, function: Function) -> Iterator[Assertion]:
-        if isinstance(node, ast.Assert):
-            yield self._of_assert(node, function)
+        if isinstance(node, ast.stmt) and (condition := _condition(node)) is not None:
+            yield self._of_condition(node, function, *condition)
         elif isinstance(node, (ast.With, ast.AsyncWith)):
             yield from self._of_with(node, function)
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
@@ -172,15 +183,15 @@ class _Finder:
             if found is not None:
                 yield found
 
-    def _of_assert(self, node: ast.Assert, function: Function) -> Assertion:
-        test, negated = node.test, False
-        while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-            test, negated = test.operand, not negated
-        if not negated and (found := _of_isinstance(node, function, test)) is not None:
-            return found
-        if isinstance(test, ast.Compare) and len(test.ops) == 1 and not negated:
-            operator = OPERATORS[type(test.ops[0])]
-            return self._comparison(node, function, operator, test.left, test.comparators[0])
+    def _of_condition(self, node: ast.stmt, function: Function, test: ast.expr, negated: bool) -> Assertion:
+        if not negated and (kinds := _of_isinstance(node, function, test)) is not None:
+            return kinds
+        if (near := _near(test, negated, self._values)) is not None:
+            found = self._comparison(node, function, *near)
+            if found.expected:
+                return found
+        if (sides := _sides(test, negated)) is not None:
+            return self._comparison(node, function, *sides)
         return Assertion(node, function, "truth", left=test, negated=negated)
 
     def _comparison(
@@ -247,8 +258,6 @@ class _Finder:
             return Assertion(node, function, "other", left=call, exceptions=call.args[0])
         if name not in OPPOSITES or any(isinstance(each, ast.Starred) for each in call.args):
             return None
-        if name in ("assertTrue", "assertFalse") and call.args:
-            return Assertion(node, function, "truth", left=call.args[0], negated=name == "assertFalse")
         if name == "assertIsInstance" and (kinds := _of_kinds(node, function, call)) is not None:
             return kinds
         if name in ("assertIsNone", "assertIsNotNone") and call.args:
@@ -263,6 +272,73 @@ class _Finder:
             found.tolerance = tolerance
             found.form = "compare" if tolerance else "other"
         return found
+
+
+def _condition(node: ast.AST) -> tuple[ast.expr, bool] | None:
+    """The condition of an `assert`, `assertTrue` or the like without `not`, and whether it must be false."""
+    match node:
+        case ast.Assert(test=test):
+            negated = False
+        case ast.Expr(
+            value=ast.Call(
+                func=ast.Attribute(value=ast.Name(), attr="assertTrue" | "assertFalse" as name), args=[test, *_]
+            )
+        ) if not isinstance(test, ast.Starred):
+            negated = name == "assertFalse"
+        case ast.Expr(
+            value=ast.Call(
+                func=ast.Attribute(value=ast.Name(), attr="assertLess" | "assertLessEqual" as name),
+                args=[left, right, *_],
+            )
+        ) if not isinstance(left, ast.Starred) and not isinstance(right, ast.Starred):
+            return ast.Compare(left, [ast.Lt() if name == "assertLess" else ast.LtE()], [right]), False
+        case _:
+            return None
+    while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        test, negated = test.operand, not negated
+    return test, negated
+
+
+def _sides(test: ast.expr, negated: bool) -> tuple[str, ast.expr, ast.expr] | None:
+    """Operator and sides of a condition that is one comparison; None also for `not a < b`, which is not `a >= b`."""
+    if not isinstance(test, ast.Compare) or len(test.ops) != 1:
+        return None
+    operator = OPERATORS[type(test.ops[0])]
+    operator = _NEGATED.get(operator, "") if negated else operator
+    return (operator, test.left, test.comparators[0]) if operator else None
+
+
+def _near(
+    test: ast.expr, negated: bool, values: Values
+) -> tuple[Literal["==", "near"], ast.expr, ast.expr, Tolerance] | None:
+    """The values that a condition allows to differ a little, and how much: `abs(a - b) < 0.1`, `math.isclose(a, b)`,
+    and `1 < a < 2` as `near` the middle.
+    """
+    if negated:
+        return None
+    match test:
+        case ast.Compare(left=most, ops=[ast.Gt() | ast.GtE()], comparators=[call]):
+            return _near(ast.Compare(call, [ast.Lt()], [most]), negated, values)
+        case ast.Compare(
+            left=ast.Call(func=called, args=[ast.BinOp(left=left, op=ast.Sub(), right=right)], keywords=[]),
+            ops=[ast.Lt() | ast.LtE()],
+            comparators=[most],
+        ) if values.origin(called) in ("builtins.abs", "math.fabs"):
+            bound = values.number(most)
+            return ("==", left, right, (0.0, bound)) if bound is not None and bound >= 0 else None
+        case ast.Compare(left=least, ops=[ast.Lt() | ast.LtE(), ast.Lt() | ast.LtE()], comparators=[left, most]):
+            low, high = values.number(least), values.number(most)
+            if low is None or high is None or not low <= high:
+                return None
+            middle, half = low / 2 + high / 2, high / 2 - low / 2
+            room = half + 4 * max(map(math.ulp, (low, high)))  # the test as written is exact
+            return "near", left, ast.copy_location(ast.Constant(middle), most), (0.0, room)
+        case ast.Call(func=called, args=[left, right], keywords=given) if values.origin(called) == "math.isclose":
+            options = {each.arg: values.number(each.value) for each in given}
+            rel, bound = options.pop("rel_tol", 1e-9), options.pop("abs_tol", 0.0)
+            if not options and rel is not None and bound is not None and 0 <= rel <= _MOST_PART and bound >= 0:
+                return "==", left, right, (rel / (1 - rel), bound)  # `rel` is a part of the larger value
+    return None
 
 
 def _of_isinstance(node: ast.stmt, function: Function, test: ast.expr) -> Assertion | None:
@@ -283,81 +359,129 @@ def _of_kinds(node: ast.stmt, function: Function, call: ast.Call) -> Assertion |
     return Assertion(node, function, "compare", "isa", call.args[0], wanted, expected=[wanted], direct=True)
 
 
+def _steady(tree: ast.Module) -> set[int]:
+    """Ids of the functions that run as often as the tests say, whatever these test: tests, and functions that such
+    functions only call, by name or from `self`, outside of loops.
+    """
+    names: dict[int, str] = {}
+    reads: Counter[str] = Counter()
+    calls: dict[str, list[int]] = {}
+    left: list[tuple[ast.AST, ast.AST, int, bool]] = [(tree, tree, 0, False)]
+    while left:
+        node, above, function, looped = left.pop()
+        if isinstance(node, Function):
+            names[id(node)] = f"{'.' * isinstance(above, ast.ClassDef)}{node.name}"
+            function, looped = id(node), False
+        elif isinstance(node, (*_LOOPS, *_INLINE)):
+            looped = True
+        elif isinstance(node, ast.Call) and (called := _own(node.func)):
+            calls.setdefault(called, []).append(0 if looped else function)
+        elif isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Load):
+            reads[node.id if isinstance(node, ast.Name) else f".{node.attr}"] += 1
+        left += [(child, node, function, looped) for child in ast.iter_child_nodes(node)]
+    steady = {each for each, name in names.items() if name.strip(".").startswith("test")}
+    while more := {
+        each
+        for each in names.keys() - steady
+        if len(sites := calls.get(names[each], [])) == reads[names[each]] and sites and steady.issuperset(sites)
+    }:
+        steady |= more
+    return steady
+
+
+def _own(node: ast.expr) -> str:
+    """Name of a function of the file, with a dot if it is `self`'s; empty for another expression."""
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
+        return f".{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+class _Scope:
+    """How a function, or a whole file, uses names."""
+
+    def __init__(self, scope: ast.AST, values: Values) -> None:
+        self.names: Counter[str] = Counter()
+        self.stores: Counter[str] = Counter()
+        self.givers: dict[str, ast.For | ast.Assign] = {}
+        """The last statement that gives a name values."""
+        reads: Counter[str] = Counter()
+        compared: dict[str, list[bool]] = {}
+        for node in ast.walk(scope):
+            if isinstance(node, ast.Name):
+                self.names[node.id] += 1
+                self.stores[node.id] += isinstance(node.ctx, ast.Store)
+                reads[node.id] += isinstance(node.ctx, ast.Load)
+            elif isinstance(node, (ast.For, ast.Assign)):
+                target = node.target if isinstance(node, ast.For) else node.targets[0]
+                named = (each for each in ast.walk(target) if isinstance(each, ast.Name))
+                self.givers |= {each.id: node for each in named}
+            for side, near in _compared(node, values):
+                compared.setdefault(side.id, []).append(near)
+        self.only_compared = {name: near for name, near in compared.items() if len(near) == reads[name]}
+        """Names that only assertions read, each as a whole side: for each use whether it has a tolerance."""
+
+
 class _Names:
     """Names that are only expected values: only comparisons of assertions read them."""
 
     def __init__(self, tree: ast.Module, values: Values) -> None:
         self._tree, self._values = tree, values
-        self._only_compared: dict[tuple[int, str], list[bool]] = {}
+        self._assigned = assignments(tree.body)
+        self._scopes: dict[int, _Scope] = {}
+
+    def _scope(self, node: ast.AST) -> _Scope:
+        if id(node) not in self._scopes:
+            self._scopes[id(node)] = _Scope(node, self._values)
+        return self._scopes[id(node)]
 
     def values(self, name: str, function: Function, tolerance: Tolerance | None) -> list[ast.expr]:
         """Literals that a name may have as value in a function; empty if other values are possible.
 
         tolerance: of the comparison with it.
         """
-        stores = [
-            node
-            for node in ast.walk(function)
-            if isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Store)
-        ]
-        parameter = name in _parameters(function)
-        near = self._compared_only(name, function if parameter or stores else self._tree)
-        if not near or len(stores) > (not parameter):
+        own, parameter = self._scope(function), name in _parameters(function)
+        stores = own.stores[name]
+        near = (own if parameter or stores else self._scope(self._tree)).only_compared.get(name, [])
+        if not near or stores > (not parameter):
             return []
         scope = function if stores else None
         fold = partial(self._values.folded, function=scope, tolerance=tolerance if all(near) else None)
         if parameter:
-            return _column_of_parametrize(function, name, self._literal_of, fold)
-        return self._stored(name, function, fold) if stores else _assigned(self._tree.body, name, fold)
-
-    def _stored(self, name: str, function: Function, fold: _Fold) -> list[ast.expr]:
-        for node in ast.walk(function):
-            if isinstance(node, ast.For):
-                found = _column(node.target, name, self._literal_of(node.iter), fold)
-                if found:
-                    return found
-            if isinstance(node, ast.Assign):
-                found = _assigned([node], name, fold)
-                if found:
-                    return found
+            return _column_of_parametrize(function, name, self.rows, fold)
+        if not stores:
+            found = self._assigned.get(name, [])
+            return _literals(found, fold) if len(found) == 1 else []
+        match own.givers.get(name):
+            case ast.For(target=target, iter=rows):
+                return column(target, name, self.rows(rows), fold)
+            case ast.Assign(targets=[ast.Name()], value=value):
+                return _literals([value], fold)
         return []
 
-    def _literal_of(self, node: ast.expr) -> Sequence[ast.expr]:
+    def rows(self, node: ast.expr) -> Sequence[ast.expr]:
         """Elements of a literal list or tuple, or of a module's named one that is read nowhere else."""
-        if isinstance(node, (ast.List, ast.Tuple)):
-            return node.elts
-        if isinstance(node, ast.Name):
-            reads = [each for each in ast.walk(self._tree) if isinstance(each, ast.Name) and each.id == node.id]
-            found = _assignments(self._tree.body, node.id)
-            if len(found) == 1 and len(reads) == 2 and isinstance(found[0], (ast.List, ast.Tuple)):
-                return found[0].elts
-        return []
-
-    def _compared_only(self, name: str, scope: ast.AST) -> list[bool]:
-        """For each use of a name whether the comparison has a tolerance; empty if a use is no comparison."""
-        key = (id(scope), name)
-        if key not in self._only_compared:
-            near = _compared(scope, name)
-            self._only_compared[key] = near if reads(scope, name) == len(near) else []
-        return self._only_compared[key]
+        if isinstance(node, ast.Name) and self._scope(self._tree).names[node.id] == 2:
+            found = self._assigned.get(node.id, [])
+            node = found[0] if len(found) == 1 else node
+        return node.elts if isinstance(node, (ast.List, ast.Tuple)) else []
 
 
-def _compared(scope: ast.AST, name: str) -> list[bool]:
-    """Assertions in which a name is a whole side of the comparison: whether the comparison has a tolerance."""
-    found: list[bool] = []
-    for node in ast.walk(scope):
-        sides: list[ast.expr] = []
-        near = False
-        if isinstance(node, ast.Assert) and isinstance(node.test, ast.Compare) and len(node.test.ops) == 1:
-            sides = [node.test.left, node.test.comparators[0]]
-        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and last(node.value.func) in _UNITTEST:
-            sides, near = node.value.args[:2], last(node.value.func) == "assertAlmostEqual"
-        for side in sides:
-            approx = isinstance(side, ast.Call) and last(side.func) == "approx" and bool(side.args)
-            inner = side.args[0] if isinstance(side, ast.Call) and approx else side
-            if isinstance(inner, ast.Name) and inner.id == name:
-                found.append(near or approx)
-    return found
+def _compared(node: ast.AST, values: Values) -> Iterator[tuple[ast.Name, bool]]:
+    """Names that are a whole side of the comparison of an assertion: whether the comparison has a tolerance."""
+    sides: Sequence[ast.expr] = []
+    near = False
+    if (condition := _condition(node)) is not None:
+        if (close := _near(*condition, values)) is not None:
+            sides, near = close[1:3], True
+        elif (compared := _sides(*condition)) is not None:
+            sides = compared[1:]
+    elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and last(node.value.func) in _UNITTEST:
+        sides, near = node.value.args[:2], last(node.value.func) == "assertAlmostEqual"
+    for side in sides:
+        approx = isinstance(side, ast.Call) and last(side.func) == "approx" and bool(side.args)
+        inner = side.args[0] if isinstance(side, ast.Call) and approx else side
+        if isinstance(inner, ast.Name):
+            yield inner, near or approx
 
 
 def _parameters(function: Function) -> set[str]:
@@ -403,8 +527,8 @@ def _argument_names(node: ast.expr) -> list[str]:
     return []
 
 
-def _column(target: ast.expr, name: str, rows: Sequence[ast.expr], fold: _Fold) -> list[ast.expr]:
-    """Cells of a literal table that a loop assigns to this name."""
+def column(target: ast.expr, name: str, rows: Sequence[ast.expr], fold: _Fold = lambda cell: cell) -> list[ast.expr]:
+    """Literal cells of a table that a loop assigns to this name; empty if one is no literal."""
     if not isinstance(target, (ast.Tuple, ast.List)):
         return []
     places = [index for index, each in enumerate(target.elts) if isinstance(each, ast.Name) and each.id == name]
@@ -414,22 +538,6 @@ def _column(target: ast.expr, name: str, rows: Sequence[ast.expr], fold: _Fold) 
     if any(len(cell) != len(target.elts) for cell in cells):
         return []
     return _literals([cell[places[0]] for cell in cells], fold)
-
-
-def _assignments(body: Sequence[ast.stmt], name: str) -> list[ast.expr]:
-    return [
-        node.value
-        for node in body
-        if isinstance(node, ast.Assign)
-        and len(node.targets) == 1
-        and isinstance(node.targets[0], ast.Name)
-        and node.targets[0].id == name
-    ]
-
-
-def _assigned(body: Sequence[ast.stmt], name: str, fold: _Fold) -> list[ast.expr]:
-    found = _assignments(body, name)
-    return _literals(found, fold) if len(found) == 1 else []
 
 
 def _literals(nodes: Sequence[ast.expr], fold: _Fold) -> list[ast.expr]:
@@ -444,8 +552,8 @@ def _tolerance(call: ast.Call) -> Tolerance | None:
     given |= {each.arg or "": each.value for each in call.keywords}
     if set(given) - {"rel", "abs"} or not all(literal(each) for each in given.values()):
         return None
-    values = {name: ast.literal_eval(each) for name, each in given.items()}
-    return values.get("rel"), values.get("abs")
+    rel, near = (ast.literal_eval(given[name]) if name in given else None for name in ("rel", "abs"))
+    return (rel, near) if all(each is None or is_number(each) for each in (rel, near)) else None
 
 
 def _places(call: ast.Call) -> Tolerance | None:
@@ -457,7 +565,8 @@ def _places(call: ast.Call) -> Tolerance | None:
         literal(each) for name, each in given.items() if name != "msg"
     ):
         return None
-    if "delta" in given:
-        return 0.0, float(ast.literal_eval(given["delta"]))
-    places = ast.literal_eval(given["places"]) if "places" in given else 7
-    return 0.0, 0.5 * 10.0 ** -(7 if places is None else places)
+    delta, places = (ast.literal_eval(given[name]) if name in given else None for name in ("delta", "places"))
+    if delta is not None:
+        return (0.0, float(delta)) if places is None and is_number(delta) else None
+    places = 7 if places is None else places
+    return (0.0, 0.5 * 10.0**-places) if type(places) is int and abs(places) < sys.float_info.max_10_exp else None

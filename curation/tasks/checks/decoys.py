@@ -15,16 +15,18 @@ from __future__ import annotations
 import ast
 import builtins
 import contextlib
+import math
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from random import Random
 
-from curation.tasks.checks.assertions import OPERATORS, OPPOSITES, Assertion, exception_names, find
+from curation.tasks.checks.assertions import OPERATORS, OPPOSITES, Assertion, column, exception_names, find
 from curation.tasks.checks.edits import Source
 from curation.tasks.checks.mentions import mentioned
 from curation.tasks.checks.observing import UNOPENED
-from curation.tasks.checks.values import Values, literal
+from curation.tasks.checks.scopes import last
+from curation.tasks.checks.values import Tolerance, Values, literal
 
 MOST_DECOYS = 4
 """Maximum decoys per task: one that changes every assertion, and others that change one in each function."""
@@ -51,6 +53,9 @@ _CLASS, _METHOD = (
     re.compile(rf"(\w+\.)*([A-Z]\w*|date|datetime|time|timedelta){tail}") for tail in ("", r"(\.[a-z]\w*)?")
 )
 """Names of classes, and also of their methods."""
+_EQUALS = re.compile("(is|all)_?close|array_equal|equals?|(starts|ends)with|assertRegex|re\\.(match|search|fullmatch)")
+"""Functions that say whether a value is the same as another, or like it."""
+_ARRAYS = ("array", "asarray", "tensor", "Series")
 Edits = dict[tuple[int, int], str]
 
 
@@ -227,7 +232,11 @@ def _dotted(node: ast.expr) -> str:
 
 
 def _other_made(source: Source, assertion: Assertion, distance: int) -> Edits:
-    """Replace the first replaceable literal among the arguments of the expected object; empty without one."""
+    """Replace the first replaceable literal among the arguments of the expected object, or the literal that a condition
+    expects; empty without one.
+    """
+    if (told := _told(assertion)) is not None:
+        return _other_value(source, told, distance, (None, None))
     node = _constructed(assertion)
     calls = (each for each in ast.walk(node) if isinstance(each, ast.Call)) if node is not None else ()
     for part in (part for call in calls for part in (*call.args, *(each.value for each in call.keywords))):
@@ -235,6 +244,43 @@ def _other_made(source: Source, assertion: Assertion, distance: int) -> Edits:
         if edits:
             return edits
     return {}
+
+
+def _told(assertion: Assertion) -> ast.expr | None:
+    """The literal that a value must agree with to make a condition true: the second argument of `isclose`, the pattern
+    of `re.match`, the last row of `all(f(x) == want for x, want in [(1, 2)])`.
+    """
+    match assertion.left:
+        case _ if assertion.negated or assertion.form not in ("truth", "other"):
+            return None
+        case ast.Call(
+            func=ast.Name(id="all"),
+            args=[
+                ast.GeneratorExp(
+                    elt=ast.Compare(left=left, ops=[ast.Eq()], comparators=[right]),
+                    generators=[ast.comprehension(target=target, iter=ast.List(elts=rows) | ast.Tuple(elts=rows))],
+                )
+            ],
+        ):
+            names = [each.id for each in (left, right) if isinstance(each, ast.Name)]
+            return next((cells[-1] for name in names if (cells := column(target, name, rows))), None)
+        case (
+            ast.Call(func=ast.Attribute(value=ast.Compare(left=left, ops=[ast.Eq()], comparators=[right]), attr="all"))
+            | ast.Call(
+                func=ast.Attribute(attr="all"), args=[ast.Compare(left=left, ops=[ast.Eq()], comparators=[right])]
+            )
+        ):
+            given = [left, right]
+        case ast.Call(func=called, args=[*given]) if len(given) <= 2 and (
+            _EQUALS.fullmatch(last(called)) or _EQUALS.fullmatch(_dotted(called))
+        ):
+            pass
+        case _:
+            return None
+    made = (each for each in given if isinstance(each, ast.Call) and last(each.func) in _ARRAYS)
+    return next(
+        (each for each in (*reversed(given), *(part for each in made for part in each.args)) if literal(each)), None
+    )
 
 
 def _flipped(source: Source, assertion: Assertion, test: ast.expr, distance: int) -> Edits:
@@ -255,8 +301,12 @@ def _flipped(source: Source, assertion: Assertion, test: ast.expr, distance: int
     return {(start, start): "not (", (end, end): ")"}
 
 
-def _other_value(source: Source, node: ast.expr, distance: int, tolerance: object) -> Edits:
-    """Replace the first replaceable part of a literal by another value of its type."""
+def _other_value(source: Source, node: ast.expr, distance: int, tolerance: Tolerance | None) -> Edits:
+    """Replace the first replaceable part of a literal by another value of its type, further away than twice the
+    absolute tolerance.
+    """
+    room = 2 * min(tolerance[1] or 0, 1e9) if tolerance else 0
+    distance += math.ceil(room) if room >= distance else 0
     for part in _leaves(node):
         if isinstance(part, ast.Constant) and part.value is not None:
             other = _other_constant(part.value, distance, tolerance is not None)
@@ -281,7 +331,8 @@ def _other_constant(value: object, distance: int, near: bool) -> str | None:
     if isinstance(value, bool):
         return repr(not value)
     if isinstance(value, int):
-        return repr(value * 2 + distance if near else value + distance)
+        other = value * 2 + distance if near else value + distance
+        return repr(other) if literal(ast.Constant(other)) else None
     if isinstance(value, float):
         return repr(value * 2 + distance) if value == value and abs(value) != float("inf") else "1.0"
     if isinstance(value, complex):

@@ -49,6 +49,7 @@ def _contains(values: Any, item: Any) -> bool:
 
 _OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
     "==": operator.eq,
+    "near": operator.eq,
     "!=": operator.ne,
     "<": operator.lt,
     "<=": operator.le,
@@ -104,7 +105,7 @@ def _hides(encoded: Any) -> bool:
 
 def _raised(rule: Rule, sides: Sequence[Any]) -> bool:
     _, names, text = sides[0]
-    if not set(rule.names) & set(names):
+    if not {getattr(builtins, name).__name__ for name in rule.names} & set(names):  # older checks have IOError
         return False
     return rule.pattern is None or _matches(rule.pattern, text)
 
@@ -140,6 +141,7 @@ def _holds(rule: Rule, values: Sequence[Any]) -> bool:
 
         if isinstance(right, range) and len(right) > _LONGEST_RANGE:
             return False
+        left = float(left) if isinstance(left, Decimal) and isinstance(right, (int, float)) else left
         right = approx(right, rel=rule.tolerance[0], abs=rule.tolerance[1])
     return bool(_OPERATORS[rule.operator](left, right))
 

@@ -15,21 +15,24 @@ from __future__ import annotations
 import ast
 import builtins
 import copy
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from contracts.syntax import is_deep
 from contracts.tasks import Observed, Rule
-from curation.tasks.checks.assertions import Assertion, exception_names, find
+from curation.tasks.checks.assertions import KINDS, Assertion, exception_names, find
 from curation.tasks.checks.edits import Source
 from curation.tasks.checks.mentions import mentioned
-from curation.tasks.checks.values import Values, literal
+from curation.tasks.checks.scopes import last
+from curation.tasks.checks.values import MOST_LEVELS, Values, literal
 
-_MOST_LEVELS = 100
-"""Of an assertion, and of what is made of it: a copy takes six frames a level, of the thousand that Python allows."""
 UNOPENED = "__import__('contextlib').nullcontext()"
 """In place of opening a file for an expectation."""
-_KNOWN = frozenset({"==", "!=", "<", "<=", ">", ">=", "in", "not in", "is", "is not", "has", "has not", "isa"})
+_METHODS = frozenset(name for kind in KINDS for name in dir(getattr(builtins, kind)))
+_OF_CLASS = frozenset({"ascii", "callable", "format", "getattr", "hasattr", "isinstance", "repr", "str", "type"})
+"""Builtin functions whose result depends on the class of an argument."""
+_KNOWN = frozenset({"==", "!=", "<", "<=", ">", ">=", "in", "not in", "is", "is not", "has", "has not", "isa", "near"})
 
 
 def make(
@@ -115,13 +118,14 @@ class _File:
         self.values = values
         self._tables, self._plain = tables, plain
         self._edits: dict[tuple[int, int], str] = {}
+        self._parts: Counter[str] = Counter()
         self.read: set[str] = set()
         """Hidden files whose content was removed from it."""
 
     def rewrite(self, path: str) -> None:
         """Add the rewritten file, its rules and hidden values, if it has an observed assertion."""
         found = {f"{self._number}:{index}": each for index, each in enumerate(find(self._source.tree, self.values))}
-        without = {key for key, each in found.items() if key in self._without or is_deep(each.node, _MOST_LEVELS)}
+        without = {key for key, each in found.items() if key in self._without or is_deep(each.node, MOST_LEVELS)}
         span = self._source.span
         kept = {span(node) for key in without for node in found[key].expected}
         for key, each in found.items():
@@ -140,11 +144,11 @@ class _File:
             if names is not None:
                 self._edits[source.span(each.left)] = f"__raised__({key!r})"
                 self._made.rules[key] = Rule(
-                    "raises", "", "", names=tuple(names), pattern=each.pattern, exact=not each.looped
+                    "raises", "", "", names=tuple(names), pattern=each.pattern, exact=each.counted
                 )
         elif each.form == "truth" and each.left is not None:
             self._edits[source.span(each.node)] = f"__see__({key!r}, bool({self._text(key, each.left, inside=True)}))"
-            self._made.rules[key] = Rule("truth", "", repr(not each.negated), exact=not each.looped)
+            self._made.rules[key] = Rule("truth", "", repr(not each.negated), exact=each.counted)
         elif each.form == "compare" and each.operator in _KNOWN and each.left is not None and each.right is not None:
             self._compare(key, each, each.left, each.right)
 
@@ -153,11 +157,10 @@ class _File:
         if each.direct:
             want = ast.unparse(each.expected[0])
         else:
-            if each.tolerance is not None or (
-                isinstance(right, ast.Call) and not each.expected and "approx" in ast.unparse(right.func)
-            ):
-                if not each.expected or not isinstance(right, ast.Call):
-                    return
+            approx = isinstance(right, ast.Call) and last(right.func) == "approx"
+            if not each.expected and (approx or each.tolerance is not None):
+                return
+            if isinstance(right, ast.Call) and approx:
                 right = right.args[0]
             sides += f", {self._text(key, right)}"
             for node in each.expected:
@@ -166,9 +169,8 @@ class _File:
             self.read.add(read.path)
             if read.opened is not None:
                 self._edits[self._source.span(read.opened)] = UNOPENED
-        exact = not each.looped or bool(each.expected and not each.direct)
         self._edits[self._source.span(each.node)] = f"__see__({key!r}, {sides})"
-        self._made.rules[key] = Rule("compare", each.operator, want, tolerance=each.tolerance, exact=exact)
+        self._made.rules[key] = Rule("compare", each.operator, want, tolerance=each.tolerance, exact=each.counted)
 
     def _text(self, key: str, node: ast.expr, *, inside: bool = False) -> str:
         """Text of an expression as an argument, with hidden and plain parts as configured. inside: the expression
@@ -178,7 +180,10 @@ class _File:
         found = changed.visit(copy.deepcopy(node)) if changed else node
         if changed is None or not changed.changed:
             return source_of(self._source, node)
-        return f"({ast.unparse(found)})"
+        try:
+            return f"({ast.unparse(found)})"
+        except ValueError:  # it has an integer of too many digits, or a string within an f-string
+            return source_of(self._source, node)
 
     def hidden(self, node: ast.expr) -> str:
         """Number for a hidden value."""
@@ -188,7 +193,8 @@ class _File:
 
     def kind(self, key: str) -> str:
         """Key of a value in an assertion's computation."""
-        part = f"{key}:{sum(each.startswith(f'{key}:') for each in self._made.rules)}"
+        part = f"{key}:{self._parts[key]}"
+        self._parts[key] += 1
         self._made.rules[part] = Rule("kind", "", "", exact=False)
         return part
 
@@ -214,13 +220,17 @@ class _Parts(ast.NodeTransformer):
     def __init__(self, file: _File, key: str, top: ast.expr | None) -> None:
         self._file, self._key = file, key
         self._top = None if top is None else (top.lineno, top.col_offset, top.end_lineno, top.end_col_offset)
+        self._reached: set[int] = set()
+        """Expressions of which an attribute, an item, the class or the text is read: their own class knows these."""
         self.changed = False
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
-        found = self._computed(node)
-        if found is None:
-            self.generic_visit(node)
-        return found or node
+        if (found := self._computed(node)) is not None:
+            return found
+        if node.attr not in _METHODS:
+            self._reached.add(id(node.value))
+        self.generic_visit(node)
+        return node
 
     def _computed(self, node: ast.expr) -> ast.expr | None:
         """The literal of a constant or function of `math`, which code under test could replace."""
@@ -233,16 +243,24 @@ class _Parts(ast.NodeTransformer):
     def visit_Call(self, node: ast.Call) -> ast.expr:
         if (found := self._computed(node)) is not None:
             return found
+        if isinstance(node.func, ast.Name) and node.func.id in _OF_CLASS:
+            self._reached |= set(map(id, node.args))
         self.generic_visit(node)
         place = (node.lineno, node.col_offset, node.end_lineno, node.end_col_offset)
         builtin = isinstance(node.func, ast.Name) and hasattr(builtins, node.func.id)
-        if not self._file.strips or builtin or place == self._top:
+        if not self._file.strips or builtin or place == self._top or id(node) in self._reached:
             return node
         self.changed = True
         key = ast.Constant(self._file.kind(self._key))
         return ast.copy_location(ast.Call(ast.Name("__plain__", ast.Load()), [key, node], []), node)
 
+    def visit_FormattedValue(self, node: ast.FormattedValue) -> ast.expr:
+        self._reached.add(id(node.value))
+        self.generic_visit(node)
+        return node
+
     def visit_Subscript(self, node: ast.Subscript) -> ast.expr:
+        self._reached.add(id(node.value))
         self.generic_visit(node)
         if self._file.hides_tables and isinstance(node.value, ast.Dict) and literal(node.value):
             self.changed = True

@@ -18,7 +18,7 @@ from curation.tasks.checks.expectations import agrees, rights
 from curation.tasks.checks.mentions import candidates
 from envd.client import VerifyResult
 
-CHECKS_VERSION = "4"
+CHECKS_VERSION = "5"
 """Bump if the same tests get other decoys or observations."""
 _SEED = "3"
 """Of decoys. A bump gives all tasks other digests, also those whose tests get the same checks as before."""
@@ -92,18 +92,22 @@ async def prove(task: Task, run: Run) -> Proof:
     ended = [each for each in zip(versions, results, strict=False) if each[1].exit != "timed_out"]
     # a verdict runs the same tests in every decoy, so a test that hangs in one decoy is left out of all
     ending = set(sound).intersection(*(_asked(result) for _, result in ended))
-    chosen = [
-        Decoy(version, failing)
-        for version, result in ended
-        if (failing := tuple(test for test in _asked(result) if test in ending and test not in passing(result)))
-    ]
-    decided = {test for each in chosen for test in each.tests} | set(observed.seen if observed else ())
+    literal = await asyncio.to_thread(_by_literals, tests, observed, task.hidden_files)
+    chosen = []
+    for version, result in ended:
+        # with another input, a right state may give the value that a literal asks for
+        decided = ending - passing(result) - (literal if version is moved else frozenset())
+        if failing := tuple(test for test in _asked(result) if test in decided):
+            chosen.append(Decoy(version, failing))
+    failing_once = {test for each in chosen for test in each.tests}
+    decided = failing_once | set(observed.seen if observed else ())
     return Proof(
         Checks(
             observed,
             tuple(chosen),
             tuple(test for test in tests if test not in decided),
             tuple(sorted({name for result in (written, *results) for name in result.tampering})),
+            tuple(test for test in tests if chosen and test in ending - failing_once),
         ),
         written,
     )
@@ -137,11 +141,27 @@ def wholly_observed(tests: Sequence[str], observed: Observed | None, files: dict
 
     tests: all tests of the files that run. files: the hidden tests.
     """
-    keys = observing.functions_of(files)
-    own = {test: keys.pop(function_of(test), []) for test in tests}
-    if observed is None or any(key not in observed.rules for each in keys.values() for key in each):
+    keys, named = observing.functions_of(files), {function_of(test) for test in tests}
+    if observed is None:
         return frozenset()
-    return frozenset(test for test in tests if test in observed.seen and set(own[test]) <= observed.rules.keys())
+    partly = {function for function, each in keys.items() if not set(each) <= observed.rules.keys()}
+    if not partly <= named:
+        return frozenset()
+    return frozenset(test for test in tests if test in observed.seen and function_of(test) not in partly)
+
+
+def _by_literals(tests: Sequence[str], observed: Observed | None, files: dict[str, bytes]) -> frozenset[str]:
+    """Wholly observed tests that compare values with literals or expect exceptions, and do nothing else."""
+    if observed is None:
+        return frozenset()
+    rules = observed.rules
+
+    def literal(key: str, hidden: Sequence[str]) -> bool:
+        compared = rules[key].form == "compare" and (rules[key].want != "" or all(hidden))
+        return compared or rules[key].form in ("raises", "kind")
+
+    whole = wholly_observed(tests, observed, files)
+    return frozenset(test for test in whole if all(literal(*each) for each in observed.seen[test].items()))
 
 
 def as_written(tests: Sequence[str], observed: Observed | None, files: Mapping[str, bytes]) -> frozenset[str]:

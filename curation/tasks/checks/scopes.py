@@ -27,7 +27,8 @@ class Scopes:
         self._bound = _bindings(tree)
         self._patched: set[str] = set()
         self._imports = {} if "*" in self._bound else self._imported(tree)
-        self._assigned = _assignments(tree.body)
+        self._assigned = assignments(tree.body)
+        self._everywhere = assignments(list(ast.walk(tree)))
         self._functions: dict[int, tuple[Counter[str], dict[str, list[ast.expr]]]] = {}
 
     def origin(self, node: ast.expr) -> str:
@@ -57,6 +58,11 @@ class Scopes:
             return self._assigned[name][0], None
         return None
 
+    def everywhere(self, name: str) -> list[ast.expr]:
+        """All values that the file gives a name, wherever; empty if it may have others."""
+        given = self._everywhere.get(name, [])
+        return given if len(given) == self._bound[name] and "*" not in self._bound else []
+
     def context(self, name: str, function: Function) -> ast.expr | None:
         """The context manager of the `with` statement that gives a function the name, which it reads once."""
         found = [
@@ -71,7 +77,7 @@ class Scopes:
     def _of(self, function: Function) -> tuple[Counter[str], dict[str, list[ast.expr]]]:
         """Bindings and assignments of a function."""
         if id(function) not in self._functions:
-            self._functions[id(function)] = _bindings(function), _assignments(list(ast.walk(function)))
+            self._functions[id(function)] = _bindings(function), assignments(list(ast.walk(function)))
         return self._functions[id(function)]
 
     def place(self, node: ast.expr, function: Function | None) -> str | None:
@@ -168,7 +174,8 @@ def _bindings(scope: ast.AST) -> Counter[str]:
     return found
 
 
-def _assignments(nodes: list[ast.AST] | list[ast.stmt]) -> dict[str, list[ast.expr]]:
+def assignments(nodes: list[ast.AST] | list[ast.stmt]) -> dict[str, list[ast.expr]]:
+    """Values of the names that statements assign alone."""
     found: dict[str, list[ast.expr]] = {}
     for node in nodes:
         if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):

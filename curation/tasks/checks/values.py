@@ -13,9 +13,10 @@ import json
 import math
 import operator
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeGuard
 
 from contracts.syntax import is_deep, parse_python
 from curation.tasks.checks.scopes import Function, Scopes
@@ -26,6 +27,10 @@ _MOST_BITS = 4096
 """Of an integer in a computation."""
 _MOST_LEVELS, _MOST_PARTS = 50, 50_000
 """Of a value from a file."""
+MOST_LEVELS = 100
+"""Of an assertion, of a literal, and of what is made of them: a copy takes six frames a level, of the thousand that
+Python allows.
+"""
 _WIDE = 32
 """Least tolerance for a value that may differ between C libraries, in units in its last place."""
 _ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
@@ -61,12 +66,17 @@ class Read:
 
 
 def literal(node: ast.expr) -> bool:
-    """Whether an expression is a literal that `ast.literal_eval` reads."""
+    """Whether an expression is a literal that `ast.literal_eval` reads and that can be written."""
     try:
-        ast.literal_eval(node)
+        repr(ast.literal_eval(node))  # which refuses integers of more than 4,300 digits
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return False
-    return True
+    return not is_deep(node, MOST_LEVELS)
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """Whether a value is a real number in the range of floats."""
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
 class Values:
@@ -76,6 +86,21 @@ class Values:
         """path: of the test file. data: hidden files that may be expectations, by path."""
         self._scopes, self._data = Scopes(tree, path), data or {}
         self._reads: dict[int, tuple[ast.expr, tuple[Read, ...]]] = {}
+
+    def origin(self, node: ast.expr) -> str:
+        """As `Scopes.origin`."""
+        return self._scopes.origin(node)
+
+    def number(self, node: ast.expr) -> float | None:
+        """A number that an expression always has: computed, or of a name that the whole file gives this value only."""
+        if isinstance(node, ast.Name):
+            given = self._scopes.everywhere(node.id)
+            if len({ast.dump(each) for each in given}) != 1:
+                return None
+            node = given[0]
+        found = self.folded(node, None, (1.0, 1.0))
+        value = ast.literal_eval(found) if literal(found) else None
+        return float(value) if is_number(value) else None
 
     def reads(self, node: ast.expr) -> tuple[Read, ...]:
         """Hidden files of a value that `folded` returned."""

@@ -400,4 +400,5 @@ def _narrowed(master: _Master, tests: Sequence[str]) -> Checks:
         decoys.append(Decoy(each.files, named))
         left.update({test: left[test] - 1 for test in named})
     undecided = tuple(test for test in checks.undecided if test in names)
-    return Checks(observed, tuple(each for each in decoys if each.tests), undecided, checks.known)
+    beside = tuple(test for test in checks.beside if test in names)
+    return Checks(observed, tuple(each for each in decoys if each.tests), undecided, checks.known, beside)

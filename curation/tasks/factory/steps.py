@@ -10,7 +10,7 @@ from contracts.digests import digest_of
 from contracts.errors import ArtifactMissing
 from contracts.store import Store
 
-FACTORY_VERSION = "15"
+FACTORY_VERSION = "16"
 """Bump if a step gives another result for the same inputs."""
 
 

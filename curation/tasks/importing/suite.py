@@ -24,7 +24,7 @@ from curation.tasks.validate import Progress, ValidationReport, validate_tasks
 from envd.client import SandboxClient
 from envd.tools import DEFAULT_TOOLSET, toolset_named
 
-IMPORT_SUITE_VERSION = "5"
+IMPORT_SUITE_VERSION = "6"
 
 
 def read_source(source: Path, repos: Path | None = None, toolset: str = "") -> Reading:
