@@ -38,6 +38,7 @@ async def scrape(port: int) -> dict[str, float]:
     }
 
 
+@pytest.mark.slow
 async def test_metrics_tell_what_clients_did(policy: Path, tmp_path: Path) -> None:
     port = free_port()
     options = {"journal": tmp_path / "journal", "metrics": f"127.0.0.1:{port}", "bounds": Bounds(lease_s=3.0)}

@@ -411,7 +411,10 @@ def test_row_that_lacks_memory_is_never_dropped(folder: Path, store: str) -> Non
     "text",
     [
         "from helper import wrap\n@wrap\ndef f(row):\n    return {'v': VALUE}\n",
-        "import functools\nfrom helper import named\nf = functools.partial(named, v=VALUE)\n",
+        pytest.param(
+            "import functools\nfrom helper import named\nf = functools.partial(named, v=VALUE)\n",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_changed_file_of_a_wrapped_function_gives_another_key(tmp_path: Path, store: str, text: str) -> None:

@@ -110,7 +110,8 @@ def nap():
 """
 
 
-@pytest.mark.parametrize("how", ["deleted", pytest.param("canceled", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["deleted", "canceled"])
 def test_a_process_whose_run_is_deleted_or_marked_as_canceled_meanwhile_ends(how: str, tmp_path: Path) -> None:
     (tmp_path / "naps.py").write_text(NAP)
     (tmp_path / "dagster.yaml").write_text("telemetry: {enabled: false}\n")

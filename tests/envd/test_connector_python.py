@@ -47,6 +47,7 @@ def test_python_is_the_one_that_commands_run(anywhere: Harness) -> None:
     assert shell == f"{tool}\nexit 0"
 
 
+@pytest.mark.slow
 def test_a_deadline_interrupts_and_keeps_variables_if_the_code_lets_it(namespaces: Harness) -> None:
     slept, _, kept, stubborn, lost = run(
         namespaces,

@@ -110,7 +110,7 @@ def once_edited(lines: list[str], rng: random.Random) -> str:
     return "\n".join(lines)
 
 
-@pytest.mark.parametrize("number", range(len(SOURCES)))
+@pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.slow), 2])
 def test_what_a_diff_adds_is_what_the_whole_trees_differ_in(number: int) -> None:
     rng, parsed, told = random.Random(number), 0, set[str]()
     for _ in range((25, 16, 400)[number]):

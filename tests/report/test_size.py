@@ -63,6 +63,7 @@ def test_report_contains_a_thousand_short_episodes(pages: dict[int, bytes]) -> N
     assert episodes[0]["calls"][0]["result"].endswith("more characters]")
 
 
+@pytest.mark.slow
 def test_long_episodes_are_a_fair_sample_of_bounded_size(pages: dict[int, bytes]) -> None:
     assert len(pages[2_000]) < MAX_PAGE
     data = read_data(pages[2_000])["viewer"]

@@ -35,6 +35,7 @@ def tables(tokenizer: ChatTokenizer) -> tuple[pa.Table, pa.Table]:
     return render_demonstrations(CONFIG, 0, tokenizer)
 
 
+@pytest.mark.slow
 def test_an_episode_costs_at_most_135_tokens_on_average_and_256_at_most(tables: tuple[pa.Table, pa.Table]) -> None:
     lengths = [len(ids) for ids in tables[0]["token_ids"].to_pylist()]
     assert sum(lengths) / len(lengths) < 135

@@ -162,6 +162,7 @@ def test_more_ranks_than_demonstrations_in_a_batch_are_refused(world: World) -> 
     assert "a batch has 2 demonstrations: lower ranks" in err.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_another_number_of_processes_than_the_jobs_ranks_is_refused(world: World) -> None:
     command = [sys.executable, "-m", "trainer", "--job", job_of(world, "wrong", 2).model_dump_json()]
     variables = {"RANK": "0", "WORLD_SIZE": "1"}

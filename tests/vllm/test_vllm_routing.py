@@ -49,6 +49,7 @@ async def test_the_experts_of_a_reply_are_those_of_the_checkpoint(keeper: VllmKe
     await engine.close()
 
 
+@pytest.mark.slow
 @pytest.mark.anyio
 async def test_a_server_without_the_flag_returns_none(policies: Policies) -> None:
     engine = open_engine(fake_config(), policies[0], FIRST)
