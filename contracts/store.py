@@ -30,8 +30,10 @@ _GONE = (
     "is gone, or its disk is not mounted any more: bring it back before you run the same command again, which would"
     " begin an empty store; to begin one on purpose, first restart what has opened this one"
 )
+_CONTENT = ("artifacts", "pointers")
+"""Folders by which a local store with content is known."""
 _filled: set[str] = set()
-"""URLs of the local stores in which this process has seen artifacts or pointers."""
+"""URLs of the local stores in which this process has seen one of them."""
 
 
 class Store(Protocol):
@@ -274,11 +276,11 @@ class LocalStore:
         """See Store.abort. Does nothing."""
 
     def delete(self, key: str) -> None:
-        """See Store.delete. Also removes empty folders, except those of the top, by which a store is known."""
+        """See Store.delete. Also removes empty folders, except those by which a store is known."""
         path = self._root / check_key(key)
         path.unlink(missing_ok=True)
         for parent in path.parents:
-            if self._root in (parent, parent.parent):
+            if parent in (self._root, *(self._root / folder for folder in _CONTENT)):
                 break
             try:
                 parent.rmdir()
@@ -308,7 +310,7 @@ class LocalStore:
         """Raise StoreError if the directory has lost its content since this process saw it: what was made would count
         as never made.
         """
-        if any((self._root / folder).is_dir() for folder in ("artifacts", "pointers")):
+        if any((self._root / folder).is_dir() for folder in _CONTENT):
             _filled.add(self.url)
         elif self.url in _filled:
             raise StoreError(f"store {self._root} {_GONE}")
