@@ -366,8 +366,10 @@ def readable_errors(root: Path, what: str = "store", variable: str = "TRIPLANE_S
         elif error.errno in (errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG):
             fix = f"is not a directory ({error.strerror}): point {variable} at one"
         elif error.errno == errno.ENOENT and not root.exists():
-            again = "is gone: run the same command again, which makes it anew"
-            fix = _GONE if variable == "TRIPLANE_STORE" else again
+            other = (
+                f"is gone or can't be made: point {variable} elsewhere, or run the same command again to make it anew"
+            )
+            fix = other if _filled.isdisjoint(map(str, (root, root.parent))) else _GONE  # the parent of its tmp/
         else:
             raise
         raise StoreError(f"{what} {root} {fix}") from None
