@@ -207,6 +207,7 @@ def test_a_store_where_duckdb_keeps_no_database_is_refused(folder: Path, tmp_pat
         go(folder, str(tmp_path / "what?" / "store"), {"kind": "distinct", "by": ["id"]})
 
 
+@pytest.mark.slow
 def test_unreachable_endpoint_ends_the_run_and_keeps_the_rows_before(folder: Path, store: str) -> None:
     shout = {"kind": "map", "function": function(folder, "shout"), "columns": {"loud": "VARCHAR"}}
     ask = chat("http://127.0.0.1:9", endpoint={"url": "http://127.0.0.1:9/v1", "attempts": 1}, on_error="drop")

@@ -160,6 +160,7 @@ def verdicts(address: str, diffs: dict[str, bytes], store: LocalStore) -> dict[s
     return found
 
 
+@pytest.mark.slow
 def test_stored_verdict_names_the_backend_of_its_run(
     diffs: dict[str, bytes], store: LocalStore, verdicts: dict[str, Verdict]
 ) -> None:

@@ -79,6 +79,7 @@ def test_a_killed_run_is_canceled_and_a_living_one_is_not(tmp_path: Path) -> Non
         assert instance.get_runs()[0].status is dg.DagsterRunStatus.CANCELED
 
 
+@pytest.mark.slow
 def test_a_process_that_no_code_server_ends_is_told_to_once_somebody_terminates_its_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

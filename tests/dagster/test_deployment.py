@@ -190,6 +190,7 @@ def test_a_canary_plays_the_smoke_episode_where_one_is_named(ran: World) -> None
         gone.decide(gone.first, gone.base, "0000")
 
 
+@pytest.mark.slow
 def test_a_smoke_episode_asks_no_server_for_routing(ran: World) -> None:
     rollouts = ran.experiment.rollouts.model_copy(update={"record_routing": True})
     with serving(open_artifact(ran.store, stage_of(ran, "unrouted").base)) as url:

@@ -154,6 +154,7 @@ def test_a_server_that_hangs_after_a_helper_died_tells_where_and_ends(tmp_path: 
     assert "has not ended within 0.5 s" in said and "in never_stops" in said and "Timeout (0:00:01" in said
 
 
+@pytest.mark.slow
 def test_what_servers_left_that_were_killed_with_their_zygotes_goes_when_the_next_starts() -> None:
     code = (
         "import sys, time\nfrom envd.local import LocalEnvd\n"

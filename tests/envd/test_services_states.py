@@ -247,6 +247,7 @@ def test_a_sandbox_that_ended_by_itself_is_gone_and_says_so(namespaces: Harness)
     namespaces.client(job)
 
 
+@pytest.mark.slow
 def test_snapshots_outlive_a_killed_server_and_its_leftovers_go(tmp_path: Path) -> None:
     kept, state = tmp_path / "kept", tmp_path / "state"
     address = f"unix:{tmp_path}/s"

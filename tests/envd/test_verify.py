@@ -271,6 +271,7 @@ def test_configuration_that_was_put_out_of_the_way_comes_back(namespaces: Harnes
     assert (result.exit, statuses(result)) == ("completed", ["passed", "passed"])
 
 
+@pytest.mark.slow
 def test_a_verification_and_a_sandbox_never_share_a_directory(plain: Harness) -> None:
     async def job(client: OperationsClient) -> None:
         template = await client.put_template(FILES)

@@ -115,6 +115,7 @@ async def test_an_update_pauses_loads_proves_and_only_then_names_the_version(
     await engine.close()
 
 
+@pytest.mark.slow
 async def test_a_request_in_flight_ends_with_its_weights_or_is_aborted(
     server: SglangServer, folders: tuple[Path, Path]
 ) -> None:

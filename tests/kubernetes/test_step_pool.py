@@ -132,6 +132,7 @@ def refused(call: Callable[[], Any]) -> tuple[grpc.StatusCode, str]:
     return caught.value.code(), caught.value.details()  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_a_step_ends_with_the_exit_code_of_its_process(pod: Pod) -> None:
     assert pod.run("exit", "0").result().exit_code == 0
     assert pod.run("exit", "3").result().exit_code == 3

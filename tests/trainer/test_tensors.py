@@ -24,6 +24,7 @@ print(list(store.list("")), list(store.scratch.iterdir()))
 """
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_under_a_trainer_state_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
     small = f'mount -t tmpfs -o size=1m none {tmp_path} && exec {sys.executable} -c "$1" {tmp_path}/store'
     done = subprocess.run(

@@ -19,6 +19,7 @@ pytest.importorskip("msgspec")
 VERSION = "a" * 64
 
 
+@pytest.mark.slow
 @pytest.mark.anyio
 async def test_a_prompt_goes_where_events_say_that_it_is_cached(policies: tuple[Path, Path]) -> None:
     port, hosts = events_port(), ("127.0.0.1", "127.0.0.2")

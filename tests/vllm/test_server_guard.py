@@ -123,6 +123,7 @@ def test_a_guard_that_is_killed_takes_the_server_along(policies: tuple[Path, Pat
     assert until(lambda: not is_alive(server))
 
 
+@pytest.mark.slow
 def test_what_a_killed_guard_and_its_killed_parent_left_goes_with_the_next_servers_start(
     policies: tuple[Path, Path], temporary: Path
 ) -> None:
