@@ -57,16 +57,6 @@ class Children:
                 child.kill()
 
 
-def end_process(process: subprocess.Popen[bytes], grace_s: float) -> None:
-    """End a process: SIGTERM, and SIGKILL after `grace_s` seconds."""
-    process.terminate()
-    try:
-        process.wait(grace_s)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-
-
 def die_with_parent(parent: int) -> None:
     """Let this process end with its parent. Also runs between fork and exec."""
     _libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGTERM))

@@ -19,9 +19,9 @@ from typing import Any
 
 import httpx
 
-from benchmarks.processes import end_process
 from benchmarks.routing_load import Conversation
 from contracts.errors import TriplaneError
+from contracts.processes import end_process
 
 PATIENCE_S = 60.0
 _STOP_S = 10.0

@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.processes import end_process
 from contracts.errors import ConfigError, StoreError
+from contracts.processes import end_process
 from trainer.lifetime import PARENT_VARIABLE, end_with_parent
 
 _GRACE_S = 10.0

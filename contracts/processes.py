@@ -1,9 +1,10 @@
-"""Identity of a process on this machine that stays unique when its pid is reused; its limit of open files."""
+"""Processes of this machine: identity that survives the reuse of pids, end, limit of open files."""
 
 from __future__ import annotations
 
 import os
 import resource
+import subprocess
 from pathlib import Path
 
 _OPEN_FILES = 65536
@@ -44,6 +45,16 @@ def start_of(pid: int) -> str | None:
     except (FileNotFoundError, ProcessLookupError):
         return None
     return None if fields[0] in "ZX" else fields[19]
+
+
+def end_process(process: subprocess.Popen[bytes], grace_s: float) -> None:
+    """End a process: SIGTERM, and SIGKILL after `grace_s` seconds."""
+    process.terminate()
+    try:
+        process.wait(grace_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def allow_open_files() -> None:

@@ -13,7 +13,7 @@ copies or prints the value.
 
 
 class UniqueKeys(yaml.SafeLoader):
-    """Loader of plain values that refuses duplicate keys, and aliases of which a few lines make millions of values."""
+    """Loader of plain values that refuses duplicate keys, and documents whose aliases expand to millions of values."""
 
     def get_single_node(self) -> yaml.Node | None:
         """The document's node."""
@@ -51,7 +51,10 @@ def load_yaml(text: str, loader: type[UniqueKeys] = UniqueKeys) -> Any:
 
 
 def _size(node: yaml.Node, sizes: dict[int, int]) -> int:
-    """Values and characters of a node. sizes: of nodes, by id; of one that contains itself, so far."""
+    """Number of values and characters of a node, with its aliases expanded.
+
+    sizes: of the nodes counted so far, by id. A node that contains itself counts there without its parts.
+    """
     if id(node) not in sizes:
         sizes[id(node)] = 1 + len(node.value)
         if not isinstance(node, yaml.ScalarNode):

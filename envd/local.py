@@ -12,10 +12,12 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
 from contracts.owned import owned_name, socket_directory
+from contracts.processes import end_process
 from envd.errors import BackendUnavailable
 from envd.sandbox.cgroups import OWNED, remove_groups
 
@@ -167,7 +169,7 @@ class LocalEnvd:
             try:
                 self._wait_until_ready(process, reader)
             except BackendUnavailable:
-                _end(process)
+                end_process(process, _END_S)
                 raise
             self._was_ready = True
         finally:
@@ -205,8 +207,9 @@ class LocalEnvd:
             self._stopping, process = True, self._process
         if process is not None:
             if self._was_ready and not self._listens():
-                _ended_within(process, _END_S)  # it is ending by itself, and has something to say
-            _end(process)
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(_END_S)  # it is ending by itself, and has something to say
+            end_process(process, _END_S)
         if self._keeper is not None:
             self._keeper.join()
         self._process, self._keeper, self._was_ready = None, None, False
@@ -214,18 +217,3 @@ class LocalEnvd:
             directory = self._directories.pop()
             shutil.rmtree(directory, ignore_errors=True)
             remove_groups(directory.name)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
-    if not _ended_within(process, _END_S):
-        process.kill()
-        process.wait()
-
-
-def _ended_within(process: subprocess.Popen[bytes], seconds: float) -> bool:
-    try:
-        process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        return False
-    return True

@@ -128,7 +128,7 @@ class Session:
             " bool_and(function_type IN ('aggregate', 'window')) OR (bool_and(function_type IN ('scalar', 'macro')) AND"
             " bool_and(coalesce(stability, 'CONSISTENT') <> 'CONSISTENT'))"
         ).fetchall()
-        # getvariable and the like are of this session only
+        # getvariable and the like read what this session has set: nothing
         found = {name for (name,) in rows} | {"unnest", "getenv", "current_user", *_TIMES}
         macros = self._connection.execute(
             "SELECT function_name, json_serialize_sql('SELECT (' || macro_definition || ')') FROM duckdb_functions()"

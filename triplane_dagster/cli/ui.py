@@ -21,6 +21,7 @@ import yaml
 
 from contracts.addresses import Address, require_free
 from contracts.errors import ConfigError
+from contracts.processes import end_process
 from contracts.retries import backoff_s
 from trainer.lifetime import PARENT_VARIABLE
 
@@ -144,12 +145,7 @@ def _run_until(command: Sequence[str], over: threading.Event) -> str:
         return f"ended with code {child.returncode}"
     finally:
         if child.poll() is None:
-            child.terminate()
-            try:
-                child.wait(GRACE_S)
-            except subprocess.TimeoutExpired:
-                child.kill()
-                child.wait()
+            end_process(child, GRACE_S)
 
 
 def _clock_lead() -> float:
